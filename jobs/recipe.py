@@ -1,0 +1,229 @@
+"""Recipes: everything a run is made of, as data. A recipe is a TOML file; the built-in ones lie in jobs/recipes/."""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from jobs.errors import ConfigError
+
+Ack = Literal["published", "first", "all"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """`id` is `tiny:<name>` (a builder in jobs/tiny.py), a model id on the Hub, or a local directory."""
+
+    id: str
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """`load` is `module:function` returning a `datasets.Dataset` with a `prompt` column, or a dataset id on the Hub."""
+
+    load: str
+    split: str = "train"
+
+
+@dataclass(frozen=True)
+class Reward:
+    """`functions` are `module:function` in TRL's reward signature; `weights` has one number for each, or is empty."""
+
+    functions: list[str]
+    weights: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The adapter, as in PEFT's `LoraConfig`."""
+
+    r: int = 8
+    alpha: float = 16
+    dropout: float = 0.0
+    target_modules: str | list[str] = "all-linear"
+    use_rslora: bool = False
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The generation side: `count` replica Jobs with `engines` servers each; `vllm` are flags of `vllm serve` (underscores)."""
+
+    count: int = 2
+    engines: int = 1
+    vllm: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """The proxy. `ack` says when a published version is acknowledged to the trainer: durably in the bucket (`published`),
+    on the first replica, or on all of them."""
+
+    ack: Ack = "published"
+    publish_deadline_s: float = 300.0
+    load_deadline_s: float = 300.0
+    park_timeout_s: float = 1800.0
+    max_parked: int = 65536
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """How the Jobs are started on Hugging Face Jobs."""
+
+    replica_flavor: str = "h200"
+    trainer_flavor: str = "h200"
+    image: str = "vllm/vllm-openai:v0.31.0"
+    timeout_s: int = 4 * 3600
+    lease_s: int = 600
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All settings of a run. `trainer` holds fields of TRL's `AsyncGRPOConfig` under their own names."""
+
+    name: str
+    model: Model
+    dataset: DatasetSource
+    reward: Reward
+    description: str = ""
+    lora: Lora = field(default_factory=Lora)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    replica: Replica = field(default_factory=Replica)
+    proxy: Proxy = field(default_factory=Proxy)
+    jobs: JobSettings = field(default_factory=JobSettings)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "recipe") -> "Recipe":
+        """A recipe from parsed TOML or JSON; `source` names it in errors.
+
+        Raises:
+            ConfigError: naming an unknown field (and the nearest known one), a missing one, or a value of another type.
+        """
+        return _read(cls, values, source, "")
+
+
+def built_in() -> list[str]:
+    """Names of the recipes that come with the program."""
+    files = resources.files("jobs").joinpath("recipes").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def load(recipe: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Reads a built-in recipe by name or a TOML file by path, then applies `section.field=value` overrides in order.
+
+    Values of overrides are TOML (`true`, `3e-3`, `[1, 2]`, `"text"`); what does not parse as such is text.
+
+    Raises:
+        ConfigError: no such recipe (with the known names), not TOML (with the line), or a field that cannot be.
+    """
+    path = Path(recipe)
+    if recipe in built_in():
+        text, source = resources.files("jobs").joinpath("recipes", f"{recipe}.toml").read_text(), f"recipe {recipe}"
+    elif path.suffix == ".toml" or path.is_file():
+        try:
+            text, source = path.read_text(), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"recipe {recipe!r} cannot be read: {error}") from error
+    else:
+        known = ", ".join(built_in())
+        near = _near(recipe, built_in())
+        raise ConfigError(f"recipe {recipe!r} is unknown{near}. Known: {known}; or give the path of a TOML file.")
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not TOML: {error}") from error
+    for override in overrides:
+        _apply(values, override)
+    values.setdefault("name", path.stem)
+    return Recipe.from_dict(values, source)
+
+
+def override(recipe: Recipe, *overrides: str) -> Recipe:
+    """The recipe with `section.field=value` applied."""
+    values = recipe.to_dict()
+    for each in overrides:
+        _apply(values, each)
+    return Recipe.from_dict(values, f"recipe {recipe.name}")
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    where, equals, text = override.partition("=")
+    keys = where.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {override!r}: expected section.field=value, such as trainer.max_steps=50.")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    for key in keys[:-1]:
+        values = values.setdefault(key, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {override!r}: {key} is a value, not a section.")
+    values[keys[-1]] = value
+
+
+T = TypeVar("T")
+
+
+def _read(cls: type[T], values: Any, source: str, where: str) -> T:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{source}: {where.rstrip('.')} = {values!r}: expected a section with fields.")
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    read: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in fields:
+            raise ConfigError(f"{source}: unknown field {where}{name}{_near(name, fields)}. Known here: {', '.join(fields)}.")
+        read[name] = _value(hints[name], value, source, f"{where}{name}")
+    for name, known in fields.items():
+        missing = known.default is dataclasses.MISSING and known.default_factory is dataclasses.MISSING
+        if missing and name not in read:
+            raise ConfigError(f"{source}: {where}{name} is missing.")
+    return cls(**read)
+
+
+def _value(hint: Any, value: Any, source: str, where: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _read(typing.cast(type, hint), value, source, f"{where}.")
+    if origin is Literal:
+        if value not in args:
+            raise ConfigError(f"{source}: {where} = {value!r}: expected one of {', '.join(map(repr, args))}.")
+        return value
+    if origin in (UnionType, typing.Union):
+        errors = []
+        for arg in args:
+            try:
+                return _value(arg, value, source, where)
+            except ConfigError as error:
+                errors.append(error)
+        raise errors[0]
+    if origin is list:
+        if not isinstance(value, list):
+            raise ConfigError(f"{source}: {where} = {value!r}: expected a list.")
+        return [_value(args[0], item, source, f"{where}[{i}]") for i, item in enumerate(value)]
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{source}: {where} = {value!r}: expected a section with fields.")
+        return dict(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+        raise ConfigError(f"{source}: {where} = {json.dumps(value, default=str)}: expected {names.get(hint, hint)}.")
+    return value
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
