@@ -1,0 +1,138 @@
+"""What a Job's process sees: its command, environment and paths, computed from the specification. No processes here.
+
+A Job's image is not run; a table maps it to a Python interpreter of this machine. Its environment is made from nothing,
+so that whatever works here does not work by virtue of something the host happened to have.
+
+Two things a container gives and a local process cannot have are made by agreement:
+
+- *Mount paths.* A volume asked for at `/data` is a directory of the Job. Every mention of that path in the command,
+  arguments and environment is rewritten to it: `/data/x`, `--out=/data`, `bash -c 'ls /data'`, but not `s3://a/data`.
+- *Ports.* Two Jobs may both expose port 8000. A program that reads `ASYNCGRPO_BIND_8000` ("host:port") binds that
+  instead. One that does not is found all the same, if it is the one that listens on 8000 (see `emulator.ports`).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+from emulator.jobs_state import JobSpec
+from emulator.reaper import MARK
+
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""PATH of the official Debian images."""
+PYTHONS = ("python", "python3", f"python{sys.version_info.major}.{sys.version_info.minor}")
+
+
+@dataclass(frozen=True)
+class Image:
+    """What stands in for a container image: an interpreter and variables the image would set."""
+
+    python: str = sys.executable
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+IMAGES: dict[str, Image] = {"*": Image()}
+"""Pattern of an image's name -> what stands in for it; the first that matches counts. Everything that runs here needs this
+program's own packages (vLLM, TRL), so one interpreter serves all until told otherwise."""
+
+
+def find_image(name: str, images: Mapping[str, Image]) -> Image | None:
+    """The stand-in for an image, by the first pattern that matches its name, or None."""
+    return next((image for pattern, image in images.items() if fnmatch(name, pattern)), None)
+
+
+def rewrite(text: str, mounts: Mapping[str, str]) -> str:
+    """Replace each mount path in `text`, where it stands as a whole path or leads one, by its local directory."""
+    for mount, local in sorted(mounts.items(), key=lambda pair: -len(pair[0])):
+        text = re.sub(rf"(?<![\w./-]){re.escape(mount)}(?![\w.-])", local.replace("\\", r"\\"), text)
+    return text
+
+
+@dataclass(frozen=True)
+class Places:
+    """The directories of one Job, all below `root` and gone with it."""
+
+    root: Path
+
+    @property
+    def work(self) -> Path:
+        """Where the command starts."""
+        return self.root / "work"
+
+    @property
+    def home(self) -> Path:
+        """HOME: caches and configuration of the Job, empty at the start."""
+        return self.root / "home"
+
+    @property
+    def tmp(self) -> Path:
+        """TMPDIR."""
+        return self.root / "tmp"
+
+    @property
+    def bin(self) -> Path:
+        """First on PATH: `python` is the image's interpreter."""
+        return self.root / "bin"
+
+    def mount(self, mount_path: str) -> Path:
+        """The local directory of a volume."""
+        return self.root / "mounts" / mount_path.strip("/").replace("/", "--")
+
+    def make(self, image: Image) -> None:
+        """Create them. `python` is a script rather than a link: a virtual environment is found from the real path."""
+        for directory in (self.work, self.home, self.tmp, self.bin):
+            directory.mkdir(parents=True)
+        for name in PYTHONS:
+            script = self.bin / name
+            script.write_text(f'#!/bin/sh\nexec {shlex.quote(image.python)} "$@"\n')
+            script.chmod(0o755)
+
+
+def command(spec: JobSpec, image: Image, mounts: Mapping[str, str]) -> list[str]:
+    """The command line to start: `python` is the image's interpreter, mount paths are local."""
+    words = [rewrite(word, mounts) for word in (*spec.command, *spec.arguments)]
+    return [image.python if words[0] in PYTHONS else words[0], *words[1:]]
+
+
+def environment(
+    spec: JobSpec,
+    job_id: str,
+    image: Image,
+    places: Places,
+    mounts: Mapping[str, str],
+    binds: Mapping[int, str],
+    devices: tuple[str, ...],
+    mark: str,
+) -> dict[str, str]:
+    """The whole environment of the Job's process. Nothing comes from the emulator's own.
+
+    `binds` maps an exposed port to the "host:port" to bind instead; `devices` are the CUDA devices the Job holds.
+    The variables JOB_ID, ACCELERATOR, CPU_CORES and MEMORY are the Hub's own; a Job cannot replace them.
+    """
+    flavor = spec.flavor
+    variables = {
+        "PATH": f"{places.bin}:{Path(image.python).parent}:{SYSTEM_PATH}",
+        "LANG": "C.UTF-8",
+        "HOME": str(places.home),
+        "TMPDIR": str(places.tmp),
+        "PWD": str(places.work),
+        "PYTHONUNBUFFERED": "1",  # lines reach the log when they are printed, as from a container's runtime
+        **image.environment,
+        **{name: rewrite(value, mounts) for name, value in spec.environment.items()},
+        **spec.secrets,
+        "JOB_ID": job_id,
+        "ACCELERATOR": flavor.name if flavor.accelerator else "",
+        "CPU_CORES": str(flavor.cpus),
+        "MEMORY": f"{flavor.memory_gb}Gi",
+        # A GPU Job on a machine without GPUs, and a CPU Job anywhere, see none.
+        "CUDA_VISIBLE_DEVICES": ",".join(devices),
+        MARK: mark,
+    }
+    variables |= {f"ASYNCGRPO_BIND_{port}": bind for port, bind in binds.items()}
+    return variables
