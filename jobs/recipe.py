@@ -75,12 +75,14 @@ class Proxy:
 
 @dataclass(frozen=True)
 class JobSettings:
-    """How the Jobs are started on Hugging Face Jobs."""
+    """How the Jobs are started on Hugging Face Jobs. `start_deadline_s` is what a run gets until its first step: the Hub may
+    keep a Job in SCHEDULING for hours. `lease_s` is how long a replica outlives the last sign of its run."""
 
     replica_flavor: str = "h200"
     trainer_flavor: str = "h200"
     image: str = "vllm/vllm-openai:v0.31.0"
     timeout_s: int = 4 * 3600
+    start_deadline_s: int = 1800
     lease_s: int = 600
 
 
@@ -118,34 +120,39 @@ def built_in() -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
-def load(recipe: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Reads a built-in recipe by name or a TOML file by path, then applies `section.field=value` overrides in order.
+def text(recipe: str) -> str:
+    """The TOML of a recipe, built-in by name or a file by path.
+
+    Raises:
+        ConfigError: no such recipe (with the known names), or a file that cannot be read.
+    """
+    path = Path(recipe)
+    if recipe in built_in():
+        return resources.files("jobs").joinpath("recipes", f"{recipe}.toml").read_text()
+    if path.suffix != ".toml" and not path.is_file():
+        near, known = _near(recipe, built_in()), ", ".join(built_in())
+        raise ConfigError(f"recipe {recipe!r} is unknown{near}. Known: {known}; or give the path of a TOML file.")
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {recipe!r} cannot be read: {error}") from error
+
+
+def load(recipe: str, config: str | None = None, overrides: Iterable[str] = ()) -> Recipe:
+    """Reads a recipe, lets the fields of the TOML file `config` replace its own, then applies `section.field=value` in order.
 
     Values of overrides are TOML (`true`, `3e-3`, `[1, 2]`, `"text"`); what does not parse as such is text.
 
     Raises:
-        ConfigError: no such recipe (with the known names), not TOML (with the line), or a field that cannot be.
+        ConfigError: no such recipe, not TOML (with the line), or a field that cannot be (with the nearest name).
     """
-    path = Path(recipe)
-    if recipe in built_in():
-        text, source = resources.files("jobs").joinpath("recipes", f"{recipe}.toml").read_text(), f"recipe {recipe}"
-    elif path.suffix == ".toml" or path.is_file():
-        try:
-            text, source = path.read_text(), str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"recipe {recipe!r} cannot be read: {error}") from error
-    else:
-        known = ", ".join(built_in())
-        near = _near(recipe, built_in())
-        raise ConfigError(f"recipe {recipe!r} is unknown{near}. Known: {known}; or give the path of a TOML file.")
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{source} is not TOML: {error}") from error
+    values = _parse(text(recipe), recipe)
+    if config is not None:
+        _merge(values, _parse(text(config), config))
     for override in overrides:
         _apply(values, override)
-    values.setdefault("name", path.stem)
-    return Recipe.from_dict(values, source)
+    values.setdefault("name", Path(recipe).stem)
+    return Recipe.from_dict(values, config or recipe)
 
 
 def override(recipe: Recipe, *overrides: str) -> Recipe:
@@ -154,6 +161,21 @@ def override(recipe: Recipe, *overrides: str) -> Recipe:
     for each in overrides:
         _apply(values, each)
     return Recipe.from_dict(values, f"recipe {recipe.name}")
+
+
+def _parse(toml: str, source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(toml)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not TOML: {error}") from error
+
+
+def _merge(values: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for name, value in more.items():
+        if isinstance(value, Mapping) and isinstance(values.get(name), dict):
+            _merge(values[name], value)
+        else:
+            values[name] = value
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

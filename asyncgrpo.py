@@ -1,0 +1,112 @@
+"""The command line of asyncgrpo: thin commands, each of which calls one module."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jobs import bundle
+
+bundle.activate()
+
+import click  # noqa: E402 (the bundled packages must be findable first)
+
+from jobs.errors import AsyncgrpoError  # noqa: E402
+
+
+class Commands(click.Group):
+    """A group whose commands show an error of ours as one message, with its exit status."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AsyncgrpoError as error:
+            click.echo(f"asyncgrpo: {error}", err=True)
+            ctx.exit(error.exit_status)
+
+
+def example(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Appends a runnable example to a command's help."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__doc__ = f"{function.__doc__}\n\n\b\nExample:\n  {text}"
+        return function
+
+    return decorate
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(bundle.version(), prog_name="asyncgrpo")
+def cli() -> None:
+    """Trains a LoRA adapter with TRL's AsyncGRPOTrainer on machines that share nothing but a bucket and HTTPS.
+
+    \b
+    Example:
+      asyncgrpo emulate digit
+    """
+
+
+@cli.command()
+@example("asyncgrpo emulate digit --set trainer.max_steps=40 --replicas 3 --json")
+@click.argument("recipe", required=False)
+@click.option("--config", type=click.Path(dir_okay=False), help="TOML file whose fields replace the recipe's.")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.FIELD=VALUE", help="Replaces one field; may be given again.")
+@click.option("--replicas", type=int, help="Number of replica Jobs (replica.count).")
+@click.option("--steps", type=int, help="Number of optimizer steps (trainer.max_steps).")
+@click.option("--engine", type=click.Choice(["vllm", "sim"]), default="vllm", show_default=True, help="sim: answers as vLLM does, learns nothing.")
+@click.option("--bucket", default="moto", show_default=True, help="moto, or s3://bucket[/prefix] with AWS_* in the environment.")
+@click.option("--run", "run_name", help="The run's name; made up from recipe and time if left out.")
+@click.option("--faults", metavar="SPEC", help="What goes wrong, such as 'kill replica[1] at step 30'.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the training, the engines and the faults.")
+@click.option("--json", "as_json", is_flag=True, help="Print summary.json last, alone on stdout.")
+@click.option("--serve", is_flag=True, help="Start only the stand-in for the Hub, print its environment, and wait.")
+def emulate(**options: Any) -> None:
+    """Runs the whole loop on this machine: Jobs as local processes, a local bucket, real vLLM replicas.
+
+    RECIPE is a name (see `asyncgrpo recipes`) or a TOML file; `digit` if left out.
+    """
+    from emulator import emulate as emulation
+
+    if options.pop("serve"):
+        sys.exit(emulation.serve())
+    sys.exit(emulation.emulate(emulation.Options(**options | {"recipe": options["recipe"] or "digit"})))
+
+
+@cli.group(cls=Commands)
+@example("asyncgrpo role proxy --replica http://127.0.0.1:8001 --replica http://127.0.0.1:8002")
+def role() -> None:
+    """Runs one part of a run on this machine: trainer, replica or proxy. Their settings come from the environment."""
+
+
+@role.command()
+@example("ASYNCGRPO_RUN=my-run ASYNCGRPO_BUCKET=s3://my-bucket asyncgrpo role trainer")
+def trainer() -> None:
+    """Runs the training side: TRL's trainer with a proxy beside it."""
+    from jobs import logs, trainer
+
+    logs.to_stderr()
+    sys.exit(trainer.run(os.environ))
+
+
+@role.command()
+@example("ASYNCGRPO_RUN=my-run ASYNCGRPO_REPLICA=0 ASYNCGRPO_BUCKET=s3://my-bucket asyncgrpo role replica")
+def replica() -> None:
+    """Runs the generation side: vLLM servers that take adapters from the bucket."""
+    from jobs import logs, replica
+
+    logs.to_stderr()
+    sys.exit(replica.run(os.environ))
+
+
+@cli.command()
+@example("asyncgrpo recipes digit")
+@click.argument("name", required=False)
+def recipes(name: str | None) -> None:
+    """Lists the built-in recipes, or prints one as TOML."""
+    from jobs import recipe
+
+    click.echo(recipe.text(name).rstrip() if name else "\n".join(f"{each:10} {recipe.load(each).description}" for each in recipe.built_in()))
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,227 @@
+"""Starts a run on Hugging Face Jobs (or on the emulator, which answers as they do), follows it, and leaves nothing behind."""
+
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, JobInfo, Volume
+
+from jobs import bundle, lease
+from jobs.bucket import Bucket, BucketSettings
+from jobs.crew import PORT, TERMINAL, Crew, JobPlan, Role
+from jobs.errors import ConfigError, NotFound, RunFailed
+from jobs.progress import progress_key
+from jobs.recipe import Recipe
+from jobs.spec import VLLM_SERVER, Engine, ModelRef, RunSpec, spec_key
+from jobs.summary import FIELDS, summary_key
+
+log = logging.getLogger(__name__)
+
+ARCHIVE_DIR = "/asyncgrpo"
+"""Where each Job sees the archive, through a read-only volume of the bucket."""
+MAX_TRAINER_RESTARTS = 3
+"""How often a trainer that was killed or preempted is started again. One that failed by its own word is not."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the Jobs of a run go: the Hub (or its stand-in), the bucket, and what each Job gets in its environment.
+
+    `poll_s` is the pace of following: the Hub allows 1,000 to 2,500 calls per 5 minutes, so 10 s there.
+    """
+
+    endpoint: str
+    token: str = field(repr=False)
+    namespace: str
+    bucket: BucketSettings
+    environment: Mapping[str, str] = field(default_factory=dict)
+    poll_s: float = 10.0
+
+    def hub(self) -> HfApi:
+        return HfApi(endpoint=self.endpoint, token=self.token)
+
+
+@dataclass(frozen=True)
+class Glance:
+    """One look at a run: what the trainer says, what the Hub says, and how long it has run."""
+
+    progress: dict[str, Any]
+    jobs: dict[str, JobInfo]
+    elapsed_s: float
+
+
+class Launch:
+    """One run, from its claim in the bucket to the end of its last Job. Use `with`: it cancels everything on the way out."""
+
+    def __init__(self, site: Site, recipe: Recipe, run: str, engine: Engine, engine_module: str | None, seed: int) -> None:
+        self.site, self.recipe, self.run = site, recipe, run
+        self.engine: Engine = engine
+        self.engine_module = engine_module or VLLM_SERVER
+        self.seed = seed
+        self.bucket = Bucket(site.bucket)
+        self.trainer_restarts = 0
+        self._crew: Crew | None = None
+
+    def __enter__(self) -> "Launch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._crew is not None:
+            self._crew.cancel()
+
+    @property
+    def crew(self) -> Crew:
+        """The run's Jobs; there once `start` was called."""
+        assert self._crew is not None
+        return self._crew
+
+    def start(self, model_dir: Path | None = None) -> None:
+        """Claims the run's name, brings archive and model into the bucket and starts replicas and trainer side by side.
+
+        `model_dir` holds a model that no Hub has; it travels through the bucket.
+
+        Raises:
+            ConfigError: the run's name is taken in this bucket.
+            RunFailed: the Hub refused a Job.
+        """
+        archive = bundle.archive()
+        sha256 = hashlib.sha256(archive.read_bytes()).hexdigest() if archive else ""
+        spec = RunSpec(
+            run=self.run,
+            recipe=self.recipe,
+            model=self._model(model_dir),
+            engine=self.engine,
+            engine_module=self.engine_module,
+            seed=self.seed,
+            created_at=time.time(),
+            archive_sha256=sha256,
+        )
+        if not self.bucket.put_new(spec_key(self.run), spec.to_json()):
+            raise ConfigError(f"run {self.run!r} is already in the bucket {self.site.bucket.url}: choose another with --run.")
+        lease.renew(self.bucket, self.run)
+        command, volumes = self._delivery(archive, sha256)
+        plans: dict[Role, JobPlan] = {
+            "replica": self._plan("replica", command, volumes, [PORT + i for i in range(self.recipe.replica.engines)]),
+            "trainer": self._plan("trainer", command, volumes, []),
+        }
+        job_secrets = {**self.site.bucket.secrets(), "ASYNCGRPO_KEY": secrets.token_hex(32), "HF_TOKEN": self.site.token}
+        self._crew = Crew(self.site.hub(), self.site.namespace, self.run, self.bucket, plans, job_secrets)
+        for index in range(self.recipe.replica.count):
+            self._crew.start("replica", index)
+        self._crew.start("trainer")
+
+    def follow(self, seen: Callable[[Glance], None]) -> dict[str, Any]:
+        """Follows the run to its end, keeps its crew complete, and returns its summary.
+
+        `seen` is called about once per `poll_s` with the latest look.
+
+        Raises:
+            RunFailed: with the reason, in the words of what failed.
+        """
+        started = time.monotonic()
+        while True:
+            jobs = self.crew.jobs()
+            progress = self._progress()
+            self.crew.tend(jobs)
+            seen(Glance(progress, jobs, time.monotonic() - started))
+            trainer = jobs.get(self.crew.job_id("trainer"))
+            if trainer is not None and trainer.status.stage in TERMINAL:
+                progress = self._progress()
+                seen(Glance(progress, jobs, time.monotonic() - started))
+                if progress.get("state") == "done":
+                    return self.summary()
+                self._trainer_ended(trainer, progress)
+            elif progress.get("state", "starting") == "starting":
+                self._check_start(jobs, time.monotonic() - started)
+            time.sleep(self.site.poll_s)
+
+    def summary(self) -> dict[str, Any]:
+        """The summary as the trainer left it in the bucket; every field null where it left none."""
+        try:
+            found: dict[str, Any] = json.loads(self.bucket.get(summary_key(self.run)))
+        except NotFound:
+            found = {**dict.fromkeys(FIELDS), "run": self.run, "recipe": self.recipe.name, "engine": self.engine}
+        return {**found, "bucket": self.site.bucket.url}
+
+    def _progress(self) -> dict[str, Any]:
+        try:
+            progress: dict[str, Any] = json.loads(self.bucket.get(progress_key(self.run)))
+            return progress
+        except NotFound:
+            return {}
+
+    def _trainer_ended(self, job: JobInfo, progress: Mapping[str, Any]) -> None:
+        if progress.get("state") == "failed":
+            raise RunFailed(f"the trainer failed: {progress.get('reason')}")
+        if self.trainer_restarts >= MAX_TRAINER_RESTARTS:
+            raise RunFailed(f"the trainer was ended {self.trainer_restarts + 1} times, last as {job.status.message or job.status.stage}")
+        if not progress:
+            raise RunFailed(f"the trainer ended before it began to train. Its last lines:\n{self._tail(job)}")
+        log.warning("the trainer was ended (%s): starting a new attempt", job.status.message or job.status.stage)
+        self.trainer_restarts += 1
+        self.crew.start("trainer")
+
+    def _check_start(self, jobs: Mapping[str, JobInfo], elapsed_s: float) -> None:
+        limit = self.recipe.jobs.start_deadline_s
+        down = [index for index in range(self.recipe.replica.count) if self.crew.given_up(index)]
+        if len(down) == self.recipe.replica.count:
+            job = jobs[self.crew.job_id("replica", down[0])]
+            raise RunFailed(f"no replica stays up. The last lines of replica {down[0]}:\n{self._tail(job)}")
+        if elapsed_s > limit:
+            stages = ", ".join(f"{(job.labels or {}).get('asyncgrpo-role')}: {job.status.stage}" for job in jobs.values())
+            raise RunFailed(f"no training step within jobs.start_deadline_s = {limit} s. Jobs: {stages}")
+
+    def _tail(self, job: JobInfo) -> str:
+        lines = self.site.hub().fetch_job_logs(job_id=job.id, namespace=self.site.namespace)
+        return "\n".join(list(lines)[-30:])
+
+    def _model(self, model_dir: Path | None) -> ModelRef:
+        if model_dir is None:
+            return ModelRef("hub", self.recipe.model.id, self.recipe.model.id)
+        digest = hashlib.sha256()
+        files = sorted(path for path in model_dir.rglob("*") if path.is_file())
+        for path in files:
+            digest.update(f"{path.relative_to(model_dir)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        prefix = f"models/{digest.hexdigest()[:16]}"
+        present = set(self.bucket.list(f"{prefix}/"))
+        for path in files:
+            if (key := f"{prefix}/{path.relative_to(model_dir).as_posix()}") not in present:
+                self.bucket.put_file(key, path)
+        return ModelRef("bucket", prefix, self.recipe.model.id.partition(":")[2] or model_dir.name)
+
+    def _delivery(self, archive: Path | None, sha256: str) -> tuple[list[str], list[Volume]]:
+        """The command that starts this program in a Job, and the volume that brings it there."""
+        if archive is None:
+            if not self.site.endpoint.startswith("http://127.0.0.1"):
+                raise ConfigError("Jobs need asyncgrpo.pyz: make it with ./build.sh build and launch from it.")
+            return bundle.command(), []
+        prefix = f"archives/{sha256}"
+        if not self.bucket.list(f"{prefix}/"):
+            self.bucket.put_file(f"{prefix}/asyncgrpo.pyz", archive)
+        bucket_name, _, below = self.site.bucket.url.removeprefix("s3://").partition("/")
+        volume = Volume(
+            type="bucket",
+            source=f"{self.site.namespace}/{bucket_name}",
+            mount_path=ARCHIVE_DIR,
+            path=f"{below}/{prefix}".strip("/"),
+            read_only=True,
+        )
+        return ["python3", f"{ARCHIVE_DIR}/asyncgrpo.pyz"], [volume]
+
+    def _plan(self, role: Role, command: list[str], volumes: list[Volume], ports: list[int]) -> JobPlan:
+        settings = self.recipe.jobs
+        return JobPlan(
+            image=settings.image,
+            command=[*command, "role", role],
+            flavor=settings.replica_flavor if role == "replica" else settings.trainer_flavor,
+            environment={**self.site.bucket.environment(), "HF_ENDPOINT": self.site.endpoint, **self.site.environment},
+            timeout_s=settings.timeout_s,
+            volumes=volumes,
+            ports=ports,
+        )

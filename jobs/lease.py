@@ -1,0 +1,82 @@
+"""The run's lease: replicas end themselves when nobody renews it, so that nobody pays for orphans.
+
+The trainer (and the launcher, until the trainer has started) writes `runs/<run>/lease.json` again and again. A replica
+compares what it reads with what it read before, on its own clock: machines' clocks need not agree.
+"""
+
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jobs.bucket import Bucket
+from jobs.errors import BucketError, NotFound
+
+log = logging.getLogger(__name__)
+
+RENEWALS_PER_LEASE = 6
+"""A lease is renewed this many times in its length, so that a few lost writes do not end a run."""
+
+
+def lease_key(run: str) -> str:
+    """Key of the run's lease."""
+    return f"runs/{run}/lease.json"
+
+
+def renew(bucket: Bucket, run: str) -> None:
+    """Shows that somebody leads the run."""
+    bucket.put(lease_key(run), json.dumps({"state": "held", "beat": uuid.uuid4().hex}).encode())
+
+
+def end(bucket: Bucket, run: str) -> None:
+    """Tells every replica that the run is over."""
+    bucket.put(lease_key(run), json.dumps({"state": "ended"}).encode())
+
+
+@dataclass
+class LeaseWatch:
+    """One replica's view of the lease. Pure: time and content are arguments.
+
+    `lease_s` counts from the last change seen; a lease that was never seen counts from `started_at`.
+    """
+
+    lease_s: float
+    started_at: float
+    content: bytes | None = None
+    changed_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.changed_at = self.started_at
+
+    def observe(self, content: bytes | None, now: float) -> None:
+        """Notes what the bucket showed; None if it showed nothing or did not answer."""
+        if content is not None and content != self.content:
+            self.content, self.changed_at = content, now
+
+    def verdict(self, now: float) -> str | None:
+        """Why the replica should end, or None."""
+        if self.content is not None and json.loads(self.content).get("state") == "ended":
+            return "the run has ended"
+        if now - self.changed_at > self.lease_s:
+            return f"the run's lease was not renewed for {self.lease_s:.0f} s"
+        return None
+
+
+def watch(bucket: Bucket, run: str, lease_s: float, stop: threading.Event, expired: Callable[[str], None]) -> None:
+    """Looks at the lease until it expires, then calls `expired(reason)` once. Runs in a thread; `stop` ends it."""
+    view = LeaseWatch(lease_s, time.monotonic())
+    while not stop.wait(min(5.0, lease_s / RENEWALS_PER_LEASE)):
+        try:
+            content = bucket.get(lease_key(run))
+        except NotFound:
+            content = None
+        except BucketError as error:
+            log.warning("lease: %s", error)
+            content = None
+        view.observe(content, time.monotonic())
+        if reason := view.verdict(time.monotonic()):
+            expired(reason)
+            return

@@ -1,0 +1,135 @@
+"""What is checked before anything is started: each check that fails says the field, its value, the limit and the fix."""
+
+import ast
+import difflib
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+from jobs.errors import ConfigError
+from jobs.manifest import RANKS, check_config
+from jobs.recipe import Recipe
+
+TRL_VERSIONS = ("1.14.2", "1.15.0", "1.16.0")
+"""TRL releases whose wire behaviour was read and tested. 1.18 moves the trainer and renames its settings."""
+INSTALL = "Install the environment with ./build.sh, or pip install -r requirements/cpu.txt (gpu.txt on GPUs)."
+
+SET_BY_US = {
+    "output_dir": "the run keeps its output in the Job's own directory and in the bucket",
+    "vllm_server_base_url": "TRL is pointed at the run's proxy",
+    "use_cpu": "it follows from the machine",
+    "report_to": "metrics go to the bucket",
+}
+"""Fields of `AsyncGRPOConfig` that a recipe cannot choose, and why."""
+
+
+def check(recipe: Recipe, local: bool) -> None:
+    """Checks a recipe. With `local`, the trainer and the replicas run in this environment, so it is checked as well.
+
+    Raises:
+        ConfigError: the first thing that cannot work.
+    """
+    check_replicas(recipe)
+    check_adapter(recipe)
+    check_lengths(recipe)
+    if local:
+        check_environment()
+        check_trainer_fields(recipe)
+        check_functions(recipe)
+
+
+def check_replicas(recipe: Recipe) -> None:
+    """Number of replicas and engines."""
+    for name, value in (("replica.count", recipe.replica.count), ("replica.engines", recipe.replica.engines)):
+        if value < 1:
+            raise ConfigError(f"{name} = {value}: at least 1 is needed.")
+    weights, functions = recipe.reward.weights, recipe.reward.functions
+    if not functions:
+        raise ConfigError("reward.functions is empty: name at least one as module:function.")
+    if weights and len(weights) != len(functions):
+        raise ConfigError(f"reward.weights has {len(weights)} numbers for {len(functions)} functions: give one each, or none.")
+
+
+def check_adapter(recipe: Recipe) -> None:
+    """The adapter can be served by vLLM, and each replica has slots for all versions that can be asked for at once."""
+    vllm, lora = recipe.replica.vllm, recipe.lora
+    rank = vllm.get("max_lora_rank", 16)
+    if rank not in RANKS:
+        raise ConfigError(f"replica.vllm.max_lora_rank = {rank}: vLLM takes one of {', '.join(map(str, RANKS))}.")
+    targets = lora.target_modules
+    check_config({"r": lora.r, "target_modules": targets if isinstance(targets, list) else [targets]}, rank)
+    staleness = recipe.trainer.get("max_staleness", 4)
+    slots = vllm.get("max_loras", staleness + 2)
+    if slots < staleness + 2:
+        raise ConfigError(
+            f"replica.vllm.max_loras = {slots}: trainer.max_staleness = {staleness} lets completions ask for "
+            f"{staleness + 1} versions while the next one is loaded, so {staleness + 2} slots are needed. Raise max_loras to "
+            f"{staleness + 2}, or lower max_staleness to {max(slots - 2, 0)}."
+        )
+    if (kept := vllm.get("max_cpu_loras")) is not None and kept < slots:
+        raise ConfigError(f"replica.vllm.max_cpu_loras = {kept}: it must be at least max_loras = {slots}.")
+
+
+def check_lengths(recipe: Recipe) -> None:
+    """A completion of full length leaves room for a prompt."""
+    length, completion = recipe.replica.vllm.get("max_model_len"), recipe.trainer.get("max_completion_length", 2048)
+    if length is not None and completion >= length:
+        raise ConfigError(
+            f"trainer.max_completion_length = {completion}: with replica.vllm.max_model_len = {length} no token is left for "
+            "the prompt. Lower the one or raise the other."
+        )
+
+
+def check_environment() -> None:
+    """vLLM, TRL and PEFT are installed, in versions that are known to work together."""
+    for package in ("torch", "vllm", "trl", "peft"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"the package {package} is missing in this environment. {INSTALL}")
+    version = importlib.metadata.version("trl")
+    if version not in TRL_VERSIONS:
+        raise ConfigError(f"TRL {version} is not supported: use one of {', '.join(TRL_VERSIONS)}. {INSTALL}")
+
+
+def check_trainer_fields(recipe: Recipe) -> None:
+    """Each field of `trainer` is one that TRL's `AsyncGRPOConfig` has, and one that a recipe may set."""
+    known = trainer_fields()
+    for name in recipe.trainer:
+        if name in SET_BY_US:
+            raise ConfigError(f"trainer.{name} cannot be set: {SET_BY_US[name]}.")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ConfigError(f"trainer.{name} is no field of TRL's AsyncGRPOConfig{hint}.")
+
+
+def trainer_fields() -> set[str]:
+    """Names of the fields of `AsyncGRPOConfig`, read from the sources of TRL and transformers: importing them takes seconds."""
+    sources = (
+        ("trl", "experimental/async_grpo/async_grpo_config.py"),
+        ("trl", "trainer/base_config.py"),
+        ("transformers", "training_args.py"),
+    )
+    names: set[str] = set()
+    for package, file in sources:
+        spec = importlib.util.find_spec(package)
+        path = Path(next(iter(spec.submodule_search_locations or [])), file) if spec else None
+        if path is None or not path.exists():
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names |= {
+                    item.target.id
+                    for item in node.body
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+                }
+    return names
+
+
+def check_functions(recipe: Recipe) -> None:
+    """Rewards (and a dataset given as a function) can be imported here, as the Jobs will do."""
+    from jobs.rewards import resolve
+
+    for i, name in enumerate(recipe.reward.functions):
+        resolve(name, f"reward.functions[{i}]")
+    if ":" in recipe.dataset.load:
+        resolve(recipe.dataset.load, "dataset.load")

@@ -1,0 +1,86 @@
+"""`summary.json`: what a run did, in one flat object. Pure."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jobs.spec import RunSpec
+
+FIELDS = (
+    "run recipe engine transport bucket replicas attempt steps reward_first reward_last ratio_min ratio_max staleness_mean "
+    "stale_dropped wall_s first_step_s weight_sync_s_p50 weight_sync_s_max generation_stall_s parked parked_s rollouts "
+    "rollouts_lost rollouts_redispatched affinity cold spilled replica_tokens adapters_published adapter_bytes replica_deaths "
+    "replica_rejoins trainer_resumes orphans cost_usd bottleneck advice"
+).split()
+"""Every field, in the order they are printed. One that does not apply is null."""
+
+
+def summary_key(run: str) -> str:
+    """Key of the run's summary."""
+    return f"runs/{run}/summary.json"
+
+
+def summarize(spec: RunSpec, progress: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The summary of a run from its metrics (one row a step, in order) and its last progress (with the proxy's status).
+
+    What only the launcher knows (`wall_s`, `first_step_s`, `orphans`, ...) is null until it fills it in.
+    """
+    summary: dict[str, Any] = dict.fromkeys(FIELDS)
+    proxy = progress.get("proxy") or {}
+    completions, routing = proxy.get("completions") or {}, proxy.get("routing") or {}
+    rewards = _column(rows, "reward")
+    tenth = max(1, len(rewards) // 10)
+    ratios, syncs = _column(rows, "ratio"), _column(rows, "perf/weight_sync_s")
+    replicas = proxy.get("replicas") or []
+    summary |= {
+        "run": spec.run,
+        "recipe": spec.recipe.name,
+        "engine": spec.engine,
+        "transport": spec.transport,
+        "replicas": spec.recipe.replica.count,
+        "attempt": progress.get("attempt"),
+        "steps": rows[-1]["step"] if rows else 0,
+        "reward_first": _mean(rewards[:tenth]),
+        "reward_last": _mean(rewards[-tenth:]),
+        "ratio_min": min(ratios, default=None),
+        "ratio_max": max(ratios, default=None),
+        "staleness_mean": _mean(_column(rows, "sample/staleness_mean")),
+        "stale_dropped": _last(rows, "sample/dropped_stale_total"),
+        "weight_sync_s_p50": statistics.median(syncs) if syncs else None,
+        "weight_sync_s_max": max(syncs, default=None),
+        "generation_stall_s": proxy.get("generation_stall_s"),
+        "parked": completions.get("parked_total"),
+        "parked_s": completions.get("parked_s"),
+        "rollouts": completions.get("asked"),
+        "rollouts_lost": completions.get("lost"),
+        "rollouts_redispatched": completions.get("redispatched"),
+        "affinity": routing.get("affinity"),
+        "cold": routing.get("cold"),
+        "spilled": routing.get("spilled"),
+        "replica_tokens": routing.get("tokens"),
+        "adapters_published": proxy.get("adapters_published"),
+        "adapter_bytes": proxy.get("adapter_bytes"),
+        "replica_deaths": sum(replica.get("deaths") or 0 for replica in replicas) if replicas else None,
+        "replica_rejoins": sum(replica.get("rejoins") or 0 for replica in replicas) if replicas else None,
+        "trainer_resumes": (progress.get("attempt") or 1) - 1,
+    }
+    return {name: _rounded(summary[name]) for name in FIELDS}
+
+
+def _column(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    values = [row[name] for row in rows if isinstance(row.get(name), int | float)]
+    return [float(value) for value in values if math.isfinite(value)]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _last(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    column = _column(rows, name)
+    return column[-1] if column else None
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value

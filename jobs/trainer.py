@@ -1,0 +1,316 @@
+"""`role trainer`: the supervisor of a trainer Job.
+
+It claims the attempt, holds the socket on which TRL finds its "vLLM server", keeps the proxy running behind it, starts the
+training child (`jobs.train`), and tells the bucket how the run goes. The training child may be killed at any moment: nothing
+of it outlives the supervisor, and all that a new attempt needs is in the bucket.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jobs import attempts, bundle, checkpoints, lease, model_fetch, processes
+from jobs.bucket import Bucket
+from jobs.errors import BucketError, RunFailed
+from jobs.progress import Progress, metrics_key, progress_key
+from jobs.spec import RunSpec
+from jobs.summary import summarize, summary_key
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+STATUS_S = 1.0
+"""How often the proxy's status is read and progress is written to the bucket."""
+GRACE_S = 30.0
+"""What the training child gets after SIGTERM to save a checkpoint and leave."""
+PROXY_STARTS_PER_MINUTE = 20
+"""A proxy that dies more often than this is broken, not unlucky."""
+TAIL_LINES = 30
+
+
+def run(environ: Mapping[str, str]) -> int:
+    """Runs one attempt of the run to its end.
+
+    Returns 0 when training finished, 143 when SIGTERM ended it after a checkpoint.
+
+    Raises:
+        RunFailed: training, the proxy or every replica failed; says why in their own words.
+    """
+    bucket = Bucket.from_env(environ)
+    name = environ["ASYNCGRPO_RUN"]
+    spec = RunSpec.read(bucket, name)
+    supervisor = Supervisor(bucket, spec, attempts.claim(bucket, name), environ, Path.cwd())
+    return supervisor.run()
+
+
+class Supervisor:
+    """One attempt: its two children, and what the bucket is told of them."""
+
+    def __init__(self, bucket: Bucket, spec: RunSpec, attempt: int, environ: Mapping[str, str], work_dir: Path) -> None:
+        self.bucket, self.spec, self.attempt = bucket, spec, attempt
+        self.environ = dict(environ)
+        self.work_dir = work_dir / f"attempt-{attempt}"
+        self.output_dir = self.work_dir / "output"
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        self.metrics_file = self.output_dir / "metrics.jsonl"
+        self.progress = Progress(spec.run, attempt, int(spec.recipe.trainer.get("max_steps", 0)), time.time())
+        self.uploads = Uploads(bucket)
+        self._listener = _listen()
+        self._proxy: subprocess.Popen[bytes] | None = None
+        self._proxy_starts: list[float] = []
+        self._training: subprocess.Popen[bytes] | None = None
+        self._term = threading.Event()
+        self._lines_read = 0
+        self._saved: set[str] = set()
+        self._last_lines: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def run(self) -> int:
+        """See `run` of this module."""
+        signal.signal(signal.SIGTERM, lambda *_: self._term.set())
+        lease.renew(self.bucket, self.spec.run)
+        self._start_proxy()
+        self.uploads.start()
+        try:
+            self._training = self._start_training()
+            status = self._watch()
+        except BaseException as error:
+            self.progress.state, self.progress.reason = "failed", str(error) or type(error).__name__
+            raise
+        finally:
+            processes.end([child for child in (self._training, self._proxy) if child], grace_s=5.0)
+            self._listener.close()
+            self._finish()
+        return status
+
+    def _watch(self) -> int:
+        assert self._training is not None
+        next_status = next_lease = 0.0
+        kill_at: float | None = None
+        while True:
+            now = time.monotonic()
+            ended = self._training.poll()
+            if ended is None and self._proxy is not None and self._proxy.poll() is not None:
+                self._restart_proxy(now)
+            if now >= next_status or ended is not None:
+                next_status = now + STATUS_S
+                self._report()
+            if now >= next_lease:
+                next_lease = now + self.spec.recipe.jobs.lease_s / lease.RENEWALS_PER_LEASE
+                self.uploads.call("lease", lambda: lease.renew(self.bucket, self.spec.run))
+            if ended is not None:
+                return self._ended(ended)
+            if fatal := self.progress.proxy.get("fatal"):
+                raise RunFailed(f"no replica can serve the adapter: {fatal}")
+            if self._term.is_set() and kill_at is None:
+                log.info("SIGTERM: saving a checkpoint and leaving")
+                self._training.terminate()
+                kill_at = now + GRACE_S
+            if kill_at is not None and now >= kill_at:
+                self._training.kill()
+            self._term.wait(POLL_S) if not self._term.is_set() else time.sleep(POLL_S)
+
+    def _ended(self, status: int) -> int:
+        if status == 0 and not self._term.is_set():
+            self.progress.state = "done"
+            return 0
+        if self._term.is_set():
+            self.progress.state, self.progress.reason = "preempted", "ended by SIGTERM"
+            return 143
+        self._reader.join(5.0)
+        words = "".join(self._last_lines)
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        raise RunFailed(f"the training process ended with {how}. Its last lines:\n{words}")
+
+    def _report(self) -> None:
+        self._read_metrics()
+        if status := self._proxy_status():
+            self.progress.proxy = status
+        self.progress.updated_at = time.time()
+        self.uploads.put(progress_key(self.spec.run), json.dumps(self.progress.to_dict()).encode())
+
+    def _read_metrics(self) -> None:
+        if not self.metrics_file.exists():
+            return
+        lines = self.metrics_file.read_bytes().split(b"\n")[:-1]
+        for line in lines[self._lines_read :]:
+            row = json.loads(line)
+            self.progress.add(row)
+            if row.get("event") == "saved" and row["path"] not in self._saved:
+                self._saved.add(row["path"])
+                path = Path(row["path"])
+                self.uploads.call(f"checkpoint {path.name}", lambda p=path: checkpoints.upload(self.bucket, self.spec.run, p))
+        self._lines_read = len(lines)
+
+    def _proxy_status(self) -> dict[str, Any] | None:
+        host, port = self._listener.getsockname()
+        try:
+            with urllib.request.urlopen(f"http://{host}:{port}/asyncgrpo/status", timeout=2.0) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+        except (OSError, ValueError, urllib.error.URLError):
+            return None
+
+    def _start_proxy(self) -> None:
+        self._proxy_starts.append(time.monotonic())
+        descriptor = self._listener.fileno()
+        self._proxy = subprocess.Popen(
+            bundle.command("role", "proxy", "--fd", str(descriptor)),
+            env={**self.environ, **self._child_environment()},
+            cwd=self.work_dir,
+            pass_fds=[descriptor],
+        )
+
+    def _restart_proxy(self, now: float) -> None:
+        assert self._proxy is not None
+        recent = [start for start in self._proxy_starts if now - start < 60]
+        if len(recent) >= PROXY_STARTS_PER_MINUTE:
+            raise RunFailed(f"the proxy ended {len(recent)} times within a minute, last with status {self._proxy.returncode}")
+        log.warning("the proxy ended with status %s: starting it again on its socket", self._proxy.returncode)
+        self.progress.proxy_restarts += 1
+        self._start_proxy()
+
+    def _start_training(self) -> subprocess.Popen[bytes]:
+        model_dir = model_fetch.obtain(self.spec.model, self.bucket, self.environ)
+        environment = {**self.environ, **self._child_environment(), "ASYNCGRPO_MODEL_DIR": str(model_dir)}
+        found = checkpoints.find_latest(self.bucket, self.spec.run) if self.attempt > 1 else None
+        if found is not None:
+            for step, why in found.skipped.items():
+                log.warning("checkpoint-%d is passed over: %s", step, why)
+            log.info("attempt %d goes on from checkpoint-%d", self.attempt, found.step)
+            resumed = checkpoints.fetch(self.bucket, self.spec.run, found.step, self.output_dir)
+            self._saved.add(str(resumed))
+            environment["ASYNCGRPO_RESUME"] = str(resumed)
+        elif self.attempt > 1:
+            log.info("attempt %d starts anew: no checkpoint was saved before", self.attempt)
+        spec_file = self.work_dir / "spec.json"
+        spec_file.write_bytes(self.spec.to_json())
+        environment["ASYNCGRPO_SPEC_FILE"] = str(spec_file)
+        training = subprocess.Popen(
+            [sys.executable, "-m", "jobs.train"],
+            env=environment,
+            cwd=self.work_dir,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self._reader = threading.Thread(target=self._copy_output, args=(training,), name="training output", daemon=True)
+        self._reader.start()
+        return training
+
+    def _copy_output(self, training: subprocess.Popen[bytes]) -> None:
+        """Passes the training child's output on to the Job's log, and keeps its last lines for the error message."""
+        assert training.stdout is not None
+        for line in training.stdout:
+            self._last_lines.append(line.decode(errors="replace"))
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+    def _child_environment(self) -> dict[str, str]:
+        host, port = self._listener.getsockname()
+        return {
+            "PYTHONPATH": str(bundle.app_dir()),
+            "ASYNCGRPO_ATTEMPT": str(self.attempt),
+            "ASYNCGRPO_OUTPUT_DIR": str(self.output_dir),
+            "ASYNCGRPO_SERVER_URL": f"http://{host}:{port}",
+            "ASYNCGRPO_PARENT": str(os.getpid()),
+        }
+
+    def _finish(self) -> None:
+        """Leaves in the bucket all that is worth keeping; a bucket that is away then must not hide why the run ended."""
+        self._read_metrics()
+        self.uploads.close(60.0)
+        run = self.spec.run
+        try:
+            if self.metrics_file.exists():
+                self.bucket.put_file(metrics_key(run, self.attempt), self.metrics_file)
+            final = self.output_dir / "final"
+            for path in sorted(final.iterdir()) if final.is_dir() else []:
+                self.bucket.put_file(f"runs/{run}/final/{path.name}", path)
+            self.progress.updated_at = time.time()
+            summary = summarize(self.spec, self.progress.to_dict(), self._all_rows())
+            self.bucket.put(summary_key(run), json.dumps(summary).encode())
+            self.bucket.put(progress_key(run), json.dumps(self.progress.to_dict()).encode())
+            if self.progress.state == "done":
+                lease.end(self.bucket, run)
+        except BucketError as error:
+            log.error("the end of the run could not be written to the bucket: %s", error)
+
+    def _all_rows(self) -> list[dict[str, Any]]:
+        """Metrics of all attempts by step; where attempts overlap, the later one counts."""
+        rows: dict[int, dict[str, Any]] = {}
+        prefix = f"runs/{self.spec.run}/metrics/"
+        keys = sorted(self.bucket.list(prefix), key=lambda key: int(key.removeprefix(prefix).removesuffix(".jsonl")))
+        for key in keys:
+            for line in self.bucket.get(key).splitlines():
+                row = json.loads(line)
+                if isinstance(row.get("step"), int) and "event" not in row:
+                    rows[row["step"]] = row
+        return [rows[step] for step in sorted(rows)]
+
+
+class Uploads:
+    """Writes to the bucket in a thread of its own, in order; of several writes that wait for one key, only the last is sent."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._waiting: dict[str, Any] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, key: str, data: bytes) -> None:
+        """Writes an object soon."""
+        self.call(key, lambda: self._bucket.put(key, data))
+
+    def call(self, name: str, action: Any) -> None:
+        """Does `action` soon; a later one of the same name replaces it."""
+        with self._changed:
+            self._waiting[name] = action
+            self._changed.notify()
+
+    def close(self, timeout_s: float) -> None:
+        """Waits until everything is written."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closing:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                name = next(iter(self._waiting))
+                action = self._waiting.pop(name)
+            try:
+                action()
+            except (BucketError, OSError) as error:
+                log.error("%s was not written to the bucket: %s", name, error)
+
+
+def _listen() -> socket.socket:
+    """A loopback socket that outlives any proxy behind it, so that a restart is only a pause for its clients."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(4096)
+    listener.set_inheritable(True)
+    return listener
