@@ -39,10 +39,11 @@ END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
 VOCABULARY = CHARACTERS + [PAD, START, END]
 
 SYSTEM = "You are a careful clerk."
-"""Opens every prompt, as a chat template's system message does: a prefix that all prompts share."""
+"""Opens every prompt of `digit`, as a chat template's system message does: a prefix that all prompts share."""
 
-TEACH_STEPS, TEACH_BATCH, TEACH_LR, TEACH_WRONG = 400, 64, 3e-3, 0.5
-"""How `add` is taught: samples of the taught model are right in about 40 % (measured)."""
+TEACH_STEPS, TEACH_BATCH, TEACH_WARMUP_STEPS, TEACH_LR, TEACH_WRONG = 400, 64, 20, 3e-3, 0.5
+"""How `add` is taught: half of the labels are wrong, and samples of the taught model are right in 39 % (measured)."""
+_IGNORED = -100
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -61,7 +62,7 @@ _SUMS = "sha256.json"
 def build(name: str) -> Path:
     """Returns the directory of the tiny model `name`, in transformers' format; builds it if it is not cached.
 
-    `digit` takes well under a second and does not import torch; `add` takes about half a minute, once. A cached
+    `digit` takes well under a second and does not import torch; `add` takes about 15 s, once. A cached
     model is used only if its files have the recorded sha256. Several processes may ask at once: one builds.
 
     Raises:
@@ -90,7 +91,9 @@ def digit_prompts(split: str = "train") -> "datasets.Dataset":
 
     Columns: `prompt`, a list of messages. Deterministic; `split` is there for the signature, all splits are equal.
     """
-    return _dataset([{"prompt": _messages(f"Ticket {number:03d}: your digit?")} for number in range(256)])
+    system = {"role": "system", "content": SYSTEM}
+    questions = [{"role": "user", "content": f"Ticket {number:03d}: your digit?"} for number in range(256)]
+    return _dataset([{"prompt": [system, question]} for question in questions])
 
 
 def add_prompts(split: str = "train") -> "datasets.Dataset":
@@ -102,11 +105,11 @@ def add_prompts(split: str = "train") -> "datasets.Dataset":
 
     pairs = [(a, b) for a in range(10) for b in range(10)]
     random.Random(SEED).shuffle(pairs)
-    return _dataset([{"prompt": _messages(f"{a}+{b}="), "answer": str(a + b)} for a, b in pairs])
+    return _dataset([{"prompt": _addition(a, b), "answer": str(a + b)} for a, b in pairs])
 
 
-def _messages(question: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+def _addition(a: int, b: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{a}+{b}="}]  # no system message: it would double the time to teach
 
 
 def _dataset(rows: list[dict[str, Any]]) -> "datasets.Dataset":
@@ -171,49 +174,40 @@ def _build_digit(directory: Path) -> None:
 def _build_add(directory: Path) -> None:
     """Writes the random net, then teaches it addition with wrong labels in it (cross entropy on the answer only)."""
     import torch
+    import torch.nn.functional as F
     from transformers import Qwen2ForCausalLM
     from transformers.utils import logging
 
     _build_digit(directory)
-    logging.disable_progress_bar()
+    pairs = [(a, b) for a in range(10) for b in range(10)]
+    prompts = torch.tensor([_encode(_addition(a, b)) for a, b in pairs])
+    sums = torch.tensor([a + b for a, b in pairs])
+    spelled = [_ids(*str(number), END) for number in range(19)]
+    answers = torch.tensor([ids + [_IGNORED] * (3 - len(ids)) for ids in spelled])  # two digits and the end at most
+    draw = torch.Generator().manual_seed(SEED)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the net is so small that a second thread only costs time
+    logging.disable_progress_bar()
     try:
-        net = Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-        optimizer = torch.optim.AdamW(net.parameters(), lr=TEACH_LR)
-        draw = torch.Generator().manual_seed(SEED)
+        net = Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=TEACH_LR, betas=(0.9, 0.95), weight_decay=0.0)
         for step in range(TEACH_STEPS):
-            inputs, labels = _lesson(draw)
-            loss = net(input_ids=inputs, labels=labels).loss
-            loss.backward()
+            rows = torch.randint(len(pairs), (TEACH_BATCH,), generator=draw)
+            wrong = torch.rand(TEACH_BATCH, generator=draw) < TEACH_WRONG
+            told = answers[torch.where(wrong, torch.randint(19, (TEACH_BATCH,), generator=draw), sums[rows])]
+            inputs = torch.cat([prompts[rows], told[:, :2].clamp(min=0)], dim=1)
+            logits = net(input_ids=inputs, logits_to_keep=3).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), told.flatten(), ignore_index=_IGNORED)
             for group in optimizer.param_groups:
-                group["lr"] = TEACH_LR * (1 - step / TEACH_STEPS)
+                group["lr"] = TEACH_LR * min(1.0, (step + 1) / TEACH_WARMUP_STEPS, 2 - 2 * step / TEACH_STEPS)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         net.save_pretrained(directory)
     finally:
         torch.set_num_threads(threads)
         logging.enable_progress_bar()
-
-
-def _lesson(draw: Any) -> tuple[Any, Any]:
-    """One batch: token ids and labels (-100 where not scored), both (TEACH_BATCH, length)."""
-    import torch
-
-    def number(limit: int) -> int:
-        return int(torch.randint(limit, (1,), generator=draw))
-
-    rows, scored = [], []
-    for _ in range(TEACH_BATCH):
-        a, b = number(10), number(10)
-        answer = number(19) if float(torch.rand(1, generator=draw)) < TEACH_WRONG else a + b
-        prompt = _encode(_messages(f"{a}+{b}="))
-        completion = _ids(*str(answer), END)
-        rows.append(prompt + completion)
-        scored.append([-100] * len(prompt) + completion)
-    width = max(map(len, rows))
-    inputs = [row + _ids(PAD) * (width - len(row)) for row in rows]
-    return torch.tensor(inputs), torch.tensor([row + [-100] * (width - len(row)) for row in scored])
 
 
 def _encode(messages: list[dict[str, str]]) -> list[int]:
