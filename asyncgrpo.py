@@ -37,7 +37,7 @@ def example(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(bundle.version(), prog_name="asyncgrpo")
-def cli() -> None:
+def main() -> None:
     """Trains a LoRA adapter with TRL's AsyncGRPOTrainer on machines that share nothing but a bucket and HTTPS.
 
     \b
@@ -46,7 +46,7 @@ def cli() -> None:
     """
 
 
-@cli.command()
+@main.command()
 @example("asyncgrpo emulate digit --set trainer.max_steps=40 --replicas 3 --json")
 @click.argument("recipe", required=False)
 @click.option("--config", type=click.Path(dir_okay=False), help="TOML file whose fields replace the recipe's.")
@@ -72,7 +72,7 @@ def emulate(**options: Any) -> None:
     sys.exit(emulation.emulate(emulation.Options(**options | {"recipe": options["recipe"] or "digit"})))
 
 
-@cli.group(cls=Commands)
+@main.group(cls=Commands)
 @example("asyncgrpo role proxy --replica http://127.0.0.1:8001 --replica http://127.0.0.1:8002")
 def role() -> None:
     """Runs one part of a run on this machine: trainer, replica or proxy. Their settings come from the environment."""
@@ -98,7 +98,7 @@ def replica() -> None:
     sys.exit(replica.run(os.environ))
 
 
-@cli.command()
+@main.command()
 @example("asyncgrpo recipes digit")
 @click.argument("name", required=False)
 def recipes(name: str | None) -> None:
@@ -109,4 +109,4 @@ def recipes(name: str | None) -> None:
 
 
 if __name__ == "__main__":
-    cli()
+    main()

@@ -1,0 +1,107 @@
+"""Faults: a small language for what goes wrong in an emulated run, so that recovery can be seen and repeated.
+
+    kill replica[1] at step 30; preempt trainer after 60s; kill proxy at step 10; bucket 503 5%; bucket lag 2.5s;
+    bucket away 60s at step 20
+
+`kill` is SIGKILL, `preempt` is SIGTERM. Pure: parsing, and which faults are due.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jobs.errors import ConfigError
+
+Action = Literal["kill", "preempt", "hang", "away"]
+KNOWN = (
+    "kill replica[N]|trainer|proxy at step N",
+    "kill replica[N]|trainer|proxy after Ns",
+    "preempt replica[N]|trainer at step N",
+    "preempt replica[N]|trainer after Ns",
+    "hang replica[N] Ns at step N",
+    "hang replica[N] Ns after Ns",
+    "bucket 503 P%",
+    "bucket lag Ns",
+    "bucket away Ns at step N",
+    "bucket away Ns after Ns",
+)
+"""Every form, as it is shown to a user who wrote another."""
+
+_SECONDS = r"(?P<{}>[0-9]+(?:\.[0-9]+)?)\s*s"
+_WHEN = rf"(?:at step (?P<step>[0-9]+)|after {_SECONDS.format('after')})"
+_TARGET = r"(?P<target>replica\[[0-9]+\]|trainer|proxy)"
+_FORMS = [
+    re.compile(rf"(?P<action>kill) {_TARGET} {_WHEN}"),
+    re.compile(rf"(?P<action>preempt) (?P<target>replica\[[0-9]+\]|trainer) {_WHEN}"),
+    re.compile(rf"(?P<action>hang) (?P<target>replica\[[0-9]+\]) {_SECONDS.format('for')} {_WHEN}"),
+    re.compile(rf"(?P<target>bucket) (?P<action>away) {_SECONDS.format('for')} {_WHEN}"),
+]
+_RATE = re.compile(r"bucket 503 (?P<percent>[0-9]+(?:\.[0-9]+)?)\s*%")
+_LAG = re.compile(rf"bucket lag {_SECONDS.format('lag')}")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens once: at an optimizer step, or some seconds after the run's start."""
+
+    action: Action
+    target: Literal["replica", "trainer", "proxy", "bucket"]
+    index: int = 0
+    step: int | None = None
+    after_s: float | None = None
+    for_s: float = 0.0
+
+    def due(self, step: int, elapsed_s: float) -> bool:
+        """Whether it should have happened by now."""
+        if self.step is not None:
+            return step >= self.step
+        return self.after_s is not None and elapsed_s >= self.after_s
+
+
+@dataclass(frozen=True)
+class Faults:
+    """All faults of a run: single events, and how badly the bucket behaves throughout."""
+
+    events: Sequence[Fault] = ()
+    bucket_503: float = 0.0
+    bucket_lag_s: float = 0.0
+
+
+def parse(spec: str) -> Faults:
+    """Reads faults separated by ';' or ','.
+
+    Raises:
+        ConfigError: for the first one that has no known form, with the nearest and all known ones.
+    """
+    events, rate, lag = [], 0.0, 0.0
+    for text in (" ".join(part.split()) for part in re.split("[;,]", spec)):
+        if not text:
+            continue
+        if match := _RATE.fullmatch(text):
+            rate = float(match["percent"]) / 100
+        elif match := _LAG.fullmatch(text):
+            lag = float(match["lag"])
+        else:
+            events.append(_event(text))
+    if not 0 <= rate < 1:
+        raise ConfigError(f"--faults 'bucket 503 {rate:.0%}': at most 99 % of the answers can be errors.")
+    return Faults(tuple(events), rate, lag)
+
+
+def _event(text: str) -> Fault:
+    for form in _FORMS:
+        if match := form.fullmatch(text):
+            found = match.groupdict()
+            target, _, index = found["target"].partition("[")
+            return Fault(
+                action=found["action"],  # type: ignore[arg-type]
+                target=target,  # type: ignore[arg-type]
+                index=int(index.rstrip("]") or 0),
+                step=int(found["step"]) if found["step"] else None,
+                after_s=float(found["after"]) if found["after"] else None,
+                for_s=float(found.get("for") or 0),
+            )
+    near = difflib.get_close_matches(text, KNOWN, n=1, cutoff=0.0)[0]
+    raise ConfigError(f"--faults {text!r} is unknown; nearest: {near!r}. Known: {'; '.join(KNOWN)}.")
