@@ -22,7 +22,7 @@ SHAPES = {
 
 
 def write_adapter(directory: Path, seed: int = 0, rank: int = 8, scale: float = 0.3, **config: Any) -> Path:
-    """Writes a LoRA adapter over all linear layers: A deviates by 0.3, B by `scale`; 0 leaves the base as it is.
+    """Writes a LoRA adapter over all linear layers, A deviates by 0.3, B by `scale`; 0 leaves the base as it is.
 
     `config` overrides fields of adapter_config.json.
     """
