@@ -26,7 +26,7 @@ from emulator.reaper import MARK
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """PATH of the official Debian images."""
-PYTHONS = ("python", "python3", f"python{sys.version_info.major}.{sys.version_info.minor}")
+PYTHONS = ("python", "python3")
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Image:
 
 
 IMAGES: dict[str, Image] = {"*": Image()}
-"""Pattern of an image's name -> what stands in for it; the first that matches counts. Everything that runs here needs this
-program's own packages (vLLM, TRL), so one interpreter serves all until told otherwise."""
+"""Pattern of an image's name -> what stands in for it; the first that matches counts. Everything that runs here needs
+this program's own packages (vLLM, TRL), so one interpreter serves all until told otherwise."""
 
 
 def find_image(name: str, images: Mapping[str, Image]) -> Image | None:
@@ -97,7 +97,7 @@ class Places:
 def command(spec: JobSpec, image: Image, mounts: Mapping[str, str]) -> list[str]:
     """The command line to start: `python` is the image's interpreter, mount paths are local."""
     words = [rewrite(word, mounts) for word in (*spec.command, *spec.arguments)]
-    return [image.python if words[0] in PYTHONS else words[0], *words[1:]]
+    return [image.python if re.fullmatch(r"python(3(\.\d+)?)?", words[0]) else words[0], *words[1:]]
 
 
 def environment(

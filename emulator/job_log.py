@@ -1,4 +1,4 @@
-"""A Job's log: lines with the time at which they came, kept in a file after the Job's end, read by any number of followers."""
+"""A Job's log: lines with the time at which they came, in a file that outlives the Job, for any number of readers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class JobLog:
         return _events(self.path.read_bytes())
 
     async def follow(self, tail: int | None, idle_s: float) -> AsyncIterator[Event | None]:
-        """All lines, or the last `tail` and what comes after, until the log is closed; None after `idle_s` without one."""
+        """All lines, or the last `tail` and what follows, until the log is closed; None after `idle_s` without one."""
         data = self.path.read_bytes()
         offset = len(data)
         events = _events(data)

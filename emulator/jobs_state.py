@@ -266,7 +266,7 @@ def now() -> datetime:
 
 def timestamp(moment: datetime | None) -> str | None:
     """`2026-08-01T10:00:00.123Z`, or None for what has not happened."""
-    return moment and moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond // 1000:03d}Z"
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond // 1000:03d}Z" if moment else None
 
 
 @dataclass(frozen=True)

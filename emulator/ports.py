@@ -9,8 +9,8 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, LAST_PORT = 20_000, 32_000
-"""Below the ports that systems hand out themselves (Linux from 32768, macOS from 49152): a port that is chosen for a Job
-before the Job binds it is not taken by somebody's outgoing connection in between."""
+"""Below the ports that systems hand out themselves (Linux from 32768, macOS from 49152): a port that is chosen for a
+Job before the Job binds it is not taken by somebody's outgoing connection in between."""
 TRIES = 1000
 _LISTEN = "0A"  # TCP_LISTEN in proc_net_tcp(5)
 

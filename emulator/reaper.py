@@ -27,12 +27,12 @@ GIVE_UP_S = 5.0
 PROC = Path("/proc")
 
 
-def marked(mark: str) -> list[int]:
-    """Living processes whose environment bears the mark. Empty where there is no /proc (macOS): groups are all we have.
+def marked(mark: str, name: str = MARK) -> list[int]:
+    """Living processes whose environment has `name` set to the mark. Empty without /proc (macOS): only groups are left.
 
     A process that starts with another environment and leaves its group as well is not found.
     """
-    wanted = f"{MARK}={mark}".encode()
+    wanted = f"{name}={mark}".encode()
     found: list[int] = []
     for entry in PROC.iterdir() if PROC.is_dir() else ():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():

@@ -1,0 +1,136 @@
+"""A Job as a local process group: started with exactly one environment, heard, waited for and ended as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from emulator.job_log import JobLog
+from emulator.reaper import in_group, kill_group, marked
+
+LAST_WORDS_S = 1.0
+"""How long output is read after the Job's last process was killed; it is in the pipe by then."""
+SIGNAL_STATUS = 128
+"""A process ended by signal N is reported with exit code 128 + N, as container runtimes do."""
+
+
+class CannotStart(OSError):
+    """The command does not exist or cannot be executed."""
+
+
+class _Output(asyncio.Protocol):
+    """Takes what the Job prints to its log."""
+
+    def __init__(self, log: JobLog) -> None:
+        self.log = log
+        self.ended = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        self.log.feed(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set()
+
+
+class JobProcess:
+    """One running process group. Make it with `start`; `wait` must be awaited to its end exactly once."""
+
+    def __init__(
+        self, popen: subprocess.Popen[bytes], job_id: str, output: _Output, pipe: asyncio.BaseTransport
+    ) -> None:
+        self.job_id = job_id
+        self.group = popen.pid
+        self._popen = popen
+        self._output = output
+        self._pipe = pipe
+        self._ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def watch() -> None:
+            popen.wait()
+            try:
+                loop.call_soon_threadsafe(self._ended.set)
+            except RuntimeError:  # the loop is closed: nobody is interested any more
+                pass
+
+        # A thread per process rather than a child watcher: those of asyncio and uvloop want the main thread's loop.
+        threading.Thread(target=watch, name=f"job-{job_id}", daemon=True).start()
+
+    @classmethod
+    async def start(
+        cls, command: Sequence[str], environment: Mapping[str, str], directory: Path, job_id: str, log: JobLog
+    ) -> JobProcess:
+        """Start a command in a session of its own. Raises CannotStart."""
+        popen = _spawn(command, environment, directory)
+        pipe, output = await asyncio.get_running_loop().connect_read_pipe(lambda: _Output(log), popen.stdout)
+        return cls(popen, job_id, output, pipe)
+
+    async def wait(self) -> int:
+        """The exit code of the first process. The rest of the Job is killed then, as the end of a container does."""
+        await self._ended.wait()
+        await asyncio.to_thread(self._sweep)
+        try:
+            await asyncio.wait_for(self._output.ended.wait(), LAST_WORDS_S)
+        except TimeoutError:  # somebody who left the Job and its environment still holds the pipe
+            self._pipe.close()
+        code = self._popen.returncode
+        return SIGNAL_STATUS - code if code < 0 else code
+
+    def _sweep(self) -> None:
+        kill_group(self.group)
+        for pid in marked(self.job_id, "JOB_ID"):  # those that left the group
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue
+
+    def pids(self) -> list[int]:
+        """The living processes of the Job: its group, and those that left it but kept the environment."""
+        return sorted({*in_group(self.group), *marked(self.job_id, "JOB_ID")})
+
+    def send(self, signum: int) -> None:
+        """Send a signal to the whole group."""
+        if not self._ended.is_set():
+            kill_group(self.group, signum)
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM to the group; SIGKILL if its first process is still there after `grace_s`."""
+        self.send(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self._ended.wait(), grace_s)
+        except TimeoutError:
+            self.send(signal.SIGKILL)
+            await self._ended.wait()
+
+
+def _spawn(command: Sequence[str], environment: Mapping[str, str], directory: Path) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            resolve(command, environment["PATH"]),
+            env=dict(environment),
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        raise CannotStart(f"{command[0]}: {error.strerror if isinstance(error, OSError) else error}") from error
+
+
+def resolve(command: Sequence[str], path: str) -> list[str]:
+    """Find the program on the Job's own PATH: Popen would look on the emulator's."""
+    program, *arguments = command
+    if "/" not in program:
+        for directory in path.split(":"):
+            candidate = Path(directory) / program
+            if candidate.is_file() and os.access(candidate, os.X_OK):
+                return [str(candidate), *arguments]
+        raise CannotStart(2, "executable file not found in $PATH", program)
+    return [program, *arguments]

@@ -1,0 +1,240 @@
+"""Runs Jobs: a place for each, its process, time-out, attempts, volumes and exposed ports, until its end."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from emulator import job_environment, ports
+from emulator.gateway import Gateway, Route
+from emulator.job_environment import IMAGES, Image, Places
+from emulator.job_log import STARTED, JobLog
+from emulator.jobs_state import BadRequest, Expose, Job, JobSpec, JobTable, Owner, Slots, Stage, now, timestamp
+from emulator.processes import CannotStart, JobProcess
+from emulator.volumes import NoSuchVolume, Snapshot, Volumes
+from jobs.errors import AsyncgrpoError
+
+GRACE_S = 10.0
+"""Between SIGTERM and SIGKILL. Shorter than a cluster's usual 30 s: what relies on more must fail here."""
+
+
+@dataclass(eq=False)
+class Running:
+    """What belongs to one Job while it lives, and its log after that."""
+
+    job: Job
+    log: JobLog
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    process: JobProcess | None = None
+    routes: dict[int, Route] = field(default_factory=dict)
+    binds: dict[int, int] = field(default_factory=dict)
+    """Exposed port -> local port the Job is asked to bind instead."""
+    task: asyncio.Task[None] | None = None
+
+
+class Runner:
+    """All Jobs of one emulator, in one event loop.
+
+    `report` tells the reaper of a new process group (True) and of one that has ended (False).
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        logs: Path,
+        gateway: Gateway,
+        volumes: Volumes,
+        slots: Slots,
+        mark: str,
+        report: Callable[[int, bool], None],
+        images: Mapping[str, Image] = IMAGES,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.table = JobTable()
+        self.root, self.logs = root, logs
+        self.gateway, self.volumes, self.slots = gateway, volumes, slots
+        self.mark, self.report, self.images, self.grace_s = mark, report, images, grace_s
+        self._running: dict[str, Running] = {}
+        self._freed = asyncio.Event()
+
+    async def submit(self, owner: Owner, initiator: Owner, spec: JobSpec, initiator_type: str = "user") -> Job:
+        """Accept a Job and begin to schedule it. Raises BadRequest for what can never run on this machine."""
+        image = job_environment.find_image(spec.image, self.images)
+        if image is None:
+            raise BadRequest(f"image {spec.image!r} has no stand-in here: one of {', '.join(self.images)}")
+        if reason := self.slots.impossible(spec.flavor):
+            raise BadRequest(f'"flavor": {reason}')
+        job = self.table.create(owner, initiator, spec, initiator_type)
+        running = Running(job, JobLog(self.logs / f"{job.id}.log"))
+        self._running[job.id] = running
+        await self.expose(job, spec.expose)
+        running.task = asyncio.create_task(self._live(running, image), name=f"job-{job.id}")
+        return job
+
+    def log(self, job: Job) -> JobLog:
+        """The Job's log, while it lives and afterwards."""
+        return self._running[job.id].log
+
+    def pids(self, job: Job) -> list[int]:
+        """The Job's living processes."""
+        process = self._running[job.id].process
+        return process.pids() if process else []
+
+    def cancel(self, job: Job) -> None:
+        """Begin to end a Job: SIGTERM, then SIGKILL after `grace_s`. It is CANCELED at once, as on the Hub."""
+        if not job.stage.final:
+            job.finish(Stage.CANCELED, "Job canceled")
+            self._running[job.id].cancelled.set()
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Let the waiting Jobs see whether there is a place, or whether they are cancelled."""
+        self._freed.set()
+        self._freed = asyncio.Event()
+
+    def send(self, job: Job, signum: int) -> None:
+        """Send a signal to the Job's group, as a fault: SIGKILL is a machine that dies, SIGSTOP one that hangs."""
+        if process := self._running[job.id].process:
+            process.send(signum)
+
+    async def expose(self, job: Job, expose: Expose) -> None:
+        """Open and close the Job's ports so that exactly `expose` is open."""
+        running = self._running[job.id]
+        for port, route in list(running.routes.items()):
+            if port not in expose.ports:
+                self.gateway.close_route(running.routes.pop(port))
+            else:
+                route.public = port in expose.public
+        for port in expose.ports:
+            if port not in running.routes:
+                running.binds.setdefault(port, ports.free_port(self._bound()))
+                running.routes[port] = await self.gateway.open(
+                    job.id, port, port in expose.public, self._locator(running, port)
+                )
+        job.reexpose(expose)
+        job.expose_urls = tuple(running.routes[port].url for port in expose.ports)
+
+    def _bound(self) -> set[int]:
+        return {port for running in self._running.values() for port in running.binds.values()}
+
+    def _locator(self, running: Running, port: int) -> Callable[[bool], asyncio.Future[str | None]]:
+        elsewhere = False
+
+        async def locate(refused: bool) -> str | None:
+            # The Job was asked to bind another port (see job_environment). If it did not, it may have bound this one.
+            nonlocal elsewhere
+            if running.process is None:
+                return None
+            if refused:
+                elsewhere = not elsewhere and await asyncio.to_thread(
+                    ports.listens, await asyncio.to_thread(running.process.pids), port
+                )
+                if not elsewhere:
+                    return None
+            return f"{ports.LOOPBACK}:{port if elsewhere else running.binds[port]}"
+
+        return lambda refused: asyncio.ensure_future(locate(refused))
+
+    async def _live(self, running: Running, image: Image) -> None:
+        job = running.job
+        try:
+            if (devices := await self._place(running)) is not None:
+                await self._attempts(running, image, devices)
+        except (CannotStart, NoSuchVolume, AsyncgrpoError) as error:
+            job.finish(Stage.ERROR, f"Job failed to start: {error}")
+        except asyncio.CancelledError:
+            job.finish(Stage.CANCELED, "the emulator ended")
+            raise
+        except Exception as error:
+            job.finish(Stage.ERROR, f"the emulator failed: {error!r}")
+            raise
+        finally:
+            self.slots.release(job.id)
+            running.log.close()
+            self._look_again()
+
+    async def _place(self, running: Running) -> tuple[str, ...] | None:
+        """Wait for a place; None if the Job is cancelled before there is one."""
+        job = running.job
+        while not job.stage.final:
+            devices = self.slots.take(job.id, job.spec.flavor)
+            if devices is not None:
+                return devices
+            job.message = "Waiting for hardware"
+            await self._freed.wait()
+        return None
+
+    async def _attempts(self, running: Running, image: Image, devices: tuple[str, ...]) -> None:
+        job, spec = running.job, running.job.spec
+        places = Places(self.root / job.id)
+        await asyncio.to_thread(places.make, image)
+        mounts = {volume.mount_path: str(places.mount(volume.mount_path)) for volume in spec.volumes}
+        before: dict[str, Snapshot] = {}
+        try:
+            for volume in spec.volumes:
+                before[volume.mount_path] = await asyncio.to_thread(
+                    self.volumes.fetch, volume, places.mount(volume.mount_path)
+                )
+            binds = {port: f"{ports.LOOPBACK}:{local}" for port, local in running.binds.items()}
+            environment = job_environment.environment(
+                spec, job.id, image, places, mounts, binds, devices, self.mark
+            )
+            deadline: float | None = None
+            while not job.stage.final:
+                running.log.write(f"{STARTED} at {timestamp(now())} =====")
+                running.process = await JobProcess.start(
+                    job_environment.command(spec, image, mounts), environment, places.work, job.id, running.log
+                )
+                self.report(running.process.group, True)
+                job.start()
+                deadline = deadline or asyncio.get_running_loop().time() + spec.timeout_s
+                code = await self._until_end(running, running.process, deadline)
+                self._judge(job, code)
+        finally:
+            for volume in spec.volumes:
+                if volume.writable and volume.mount_path in before:
+                    await asyncio.to_thread(
+                        self.volumes.store, volume, places.mount(volume.mount_path), before[volume.mount_path]
+                    )
+            await asyncio.to_thread(shutil.rmtree, places.root, True)
+
+    async def _until_end(self, running: Running, process: JobProcess, deadline: float) -> int:
+        """The exit code; a Job that is cancelled or late is ended here."""
+        ended = asyncio.ensure_future(process.wait())
+        cancelled = asyncio.ensure_future(running.cancelled.wait())
+        try:
+            await asyncio.wait(
+                (ended, cancelled),
+                timeout=max(0.0, deadline - asyncio.get_running_loop().time()),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not ended.done():
+                if not cancelled.done():
+                    running.job.finish(Stage.ERROR, "Job timeout")
+                await process.stop(self.grace_s)
+            return await ended
+        finally:
+            cancelled.cancel()
+            if not ended.done():
+                process.send(signal.SIGKILL)
+            running.process = None
+            self.report(process.group, False)
+
+    def _judge(self, job: Job, code: int) -> None:
+        if code == 0 or job.stage.final:
+            job.finish(Stage.COMPLETED)
+        elif job.attempt >= job.spec.attempts:
+            job.finish(Stage.ERROR, f"Job failed with exit code: {code}. Reason: Error")
+        else:
+            job.attempt += 1
+
+    async def close(self) -> None:
+        """Cancel every Job and wait until all have ended."""
+        for running in self._running.values():
+            self.cancel(running.job)
+        tasks = [running.task for running in self._running.values() if running.task]
+        await asyncio.gather(*tasks, return_exceptions=True)

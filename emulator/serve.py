@@ -1,0 +1,245 @@
+"""The emulator: bucket, Hub, gateway and reaper under one roof, in a thread of its own.
+
+    with Emulator() as emulator:
+        os.environ.update(emulator.environment())
+
+Whatever way it ends, nothing of it remains: `stop` cancels the Jobs and closes the ports, and should this process die
+instead, the reaper (a process of its own that notices) ends the Jobs' processes and removes their files, and the
+bucket's server ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Coroutine, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import uvicorn
+import uvloop
+
+from emulator import reaper
+from emulator.bucket import MotoServer
+from emulator.gateway import BODY_LIMIT_BYTES, Gateway
+from emulator.hub import QUOTA_CALLS, Hub
+from emulator.job_environment import IMAGES, Image
+from emulator.jobs_state import Owner, Slots
+from emulator.ports import LOOPBACK
+from emulator.runner import GRACE_S, Runner
+from emulator.volumes import Volumes
+from jobs.bucket import BucketSettings
+
+CPU_JOBS = 64
+"""Jobs without GPUs at a time: they share this machine's processors, so the bound is memory's."""
+NAMESPACE = "local"
+START_S = 20.0
+STOP_MARGIN_S = 15.0
+
+T = TypeVar("T")
+
+
+class DidNotStart(RuntimeError):
+    """The emulator's thread failed or took too long."""
+
+
+class Emulator:
+    """A local Hub with its bucket. Several can run side by side; each has its own ports, token, bucket and files.
+
+    `bucket` is an S3 bucket that exists, or None for a fresh moto server. `devices` are CUDA devices that GPU Jobs
+    share; without any, GPU Jobs run on the CPU. `logs` is where the Jobs' logs are kept; they are temporary otherwise.
+    `repositories` maps "model:org/name" to a local directory for volumes of that type.
+    """
+
+    def __init__(
+        self,
+        *,
+        bucket: BucketSettings | None = None,
+        devices: Iterable[str] = (),
+        cpu_jobs: int = CPU_JOBS,
+        logs: Path | None = None,
+        images: Mapping[str, Image] = IMAGES,
+        repositories: Mapping[str, Path] | None = None,
+        grace_s: float = GRACE_S,
+        body_limit_bytes: int = BODY_LIMIT_BYTES,
+        quota_calls: int = QUOTA_CALLS,
+        port: int = 0,
+    ) -> None:
+        self.token = f"hf_{secrets.token_hex(17)}"
+        self.mark = secrets.token_hex(16)
+        self.owner = Owner(NAMESPACE, secrets.token_hex(12))
+        self.endpoint = ""
+        self.moto: MotoServer | None = None if bucket else MotoServer(mark={reaper.MARK: self.mark})
+        self._bucket = bucket
+        self._slots = Slots(cpu_jobs, devices)
+        self._logs = logs
+        self._images = images
+        self._repositories = repositories or {}
+        self._grace_s = grace_s
+        self._body_limit_bytes = body_limit_bytes
+        self._quota_calls = quota_calls
+        self._port = port
+        self._thread: threading.Thread | None = None
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._stop = asyncio.Event()
+        self._left: list[int] = []
+
+    _loop: asyncio.AbstractEventLoop
+    _reaper: subprocess.Popen[str]
+    runner: Runner
+    hub: Hub
+    gateway: Gateway
+    root: Path
+
+    def __enter__(self) -> Emulator:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start everything; on return, Jobs can be created. Raises DidNotStart or BucketDidNotStart."""
+        self.root = Path(tempfile.mkdtemp(prefix="asyncgrpo-"))
+        self._reaper = self._start_reaper()
+        self._tell({"directory": str(self.root)})
+        try:
+            if self.moto:
+                self._bucket = self.moto.start()
+                self._tell({"group": self.moto.process.pid})
+            self._loop = uvloop.new_event_loop()
+            # A daemon: if `stop` is never called, this process can end nevertheless, and the reaper does the rest.
+            self._thread = threading.Thread(target=self._serve, name="emulator", daemon=True)
+            self._thread.start()
+            if not self._ready.wait(START_S) or self._failure:
+                raise DidNotStart(f"the emulator did not start: {self._failure or f'not ready in {START_S} s'}")
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> list[int]:
+        """Cancel all Jobs, close all ports, remove all files. Returns processes left over, which had to be killed.
+
+        May be called more than once.
+        """
+        if self._thread:
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(self._grace_s + STOP_MARGIN_S)
+            self._thread = None
+            self._left = self.orphans()
+        if self.moto and hasattr(self.moto, "process"):
+            self.moto.stop()
+        if self._reaper.stdin and not self._reaper.stdin.closed:
+            self._reaper.stdin.close()
+            self._reaper.wait()
+        shutil.rmtree(self.root, ignore_errors=True)
+        return self._left
+
+    def orphans(self) -> list[int]:
+        """Living processes of this emulator's Jobs; after `stop`, what it found still alive at the end."""
+        if self._thread is None:
+            return self._left
+        bucket = self.moto.process.pid if self.moto else None
+        return [pid for pid in reaper.marked(self.mark) if pid != bucket]
+
+    def environment(self) -> dict[str, str]:
+        """The variables that point `huggingface_hub`, the `hf` command, S3 clients and asyncgrpo's launcher here."""
+        return {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_TOKEN": self.token,
+            **self.bucket.environment(),
+            **self.bucket.secrets(),
+        }
+
+    @property
+    def bucket(self) -> BucketSettings:
+        """Where the bucket is and what opens it."""
+        if self._bucket is None:
+            raise DidNotStart("the emulator has no bucket before it is started")
+        return self._bucket
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the emulator's event loop, where the Hub, runner and gateway live, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def signal(self, job_id: str, signum: int) -> None:
+        """Send a signal to all of a Job, as a fault: SIGKILL is a machine that dies, SIGSTOP one that hangs."""
+        job = self.runner.table.get(self.owner.name, job_id)
+        self._loop.call_soon_threadsafe(self.runner.send, job, signum)
+
+    def _start_reaper(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(reaper.__file__)), self.mark],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C in the terminal is not for it
+            env={"PATH": os.defpath},
+        )
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._reaper.stdin:
+            self._reaper.stdin.write(json.dumps(message) + "\n")
+            self._reaper.stdin.flush()
+
+    def _report(self, group: int, alive: bool) -> None:
+        self._tell({"group" if alive else "forget": group})
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._main())
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self._ready.set()
+            self._loop.close()
+
+    async def _main(self) -> None:
+        listener = socket.create_server((LOOPBACK, self._port))
+        self.endpoint = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
+        logs = self._logs or self.root / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        self.gateway = Gateway(self.token, self._body_limit_bytes)
+        self.runner = Runner(
+            self.root,
+            logs,
+            self.gateway,
+            Volumes(self.bucket, self._repositories),
+            self._slots,
+            self.mark,
+            self._report,
+            self._images,
+            self._grace_s,
+        )
+        self.hub = Hub(self.runner, self.owner, self.token, self._quota_calls)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                self.hub,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        self._ready.set()
+        await self._stop.wait()
+        await self.runner.close()
+        server.should_exit = server.force_exit = True
+        await serving
+        await self.gateway.close()
