@@ -196,7 +196,7 @@ class Bucket:
                 return self._client._execute("GET", bucket, name, query_params=query)
 
             response = self._retried(page, f"list {prefix}")
-            objects, truncated, _, token = parse_list_objects(response)
+            objects, truncated, token, _ = parse_list_objects(response)
             keys += [entry.object_name.removeprefix(below) for entry in objects if entry.object_name]
             if not (truncated and token):
                 return sorted(keys)

@@ -1,0 +1,212 @@
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from jobs import bucket as bucket_module
+from jobs.bucket import Bucket, BucketSettings
+from jobs.errors import BucketError, ConfigError, NotFound
+from tests.conftest import MotoBucket
+
+SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+
+
+@pytest.fixture(params=["", "/pre/fix"])
+def bucket(moto_bucket: MotoBucket, request: pytest.FixtureRequest) -> Bucket:
+    url = moto_bucket.environ["ASYNCGRPO_BUCKET"] + request.param
+    return Bucket.from_env({**moto_bucket.environ, "ASYNCGRPO_BUCKET": url}, retry_s=5)
+
+
+def test_put_get_list_delete(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.put("runs/a/x", b"1")
+    (tmp_path / "file").write_bytes(b"22")
+    bucket.put_file("runs/a/y", tmp_path / "file")
+    bucket.put("runs/b/z", b"3")
+    assert bucket.list("runs/a/") == ["runs/a/x", "runs/a/y"]
+    bucket.get_file("runs/a/y", tmp_path / "deep" / "copy")
+    assert (tmp_path / "deep" / "copy").read_bytes() == b"22"
+    assert list((tmp_path / "deep").iterdir()) == [tmp_path / "deep" / "copy"]
+    bucket.delete(["runs/a/x", "runs/a/nothing"])
+    with pytest.raises(NotFound, match="runs/a/x"):
+        bucket.get("runs/a/x")
+    with pytest.raises(NotFound):
+        bucket.get_file("runs/a/x", tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_name_is_taken_once(bucket: Bucket) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(lambda i: bucket.put_new("attempts/1", str(i).encode()), range(8)))
+    assert sum(won) == 1
+    assert bucket.get("attempts/1") == str(won.index(True)).encode()
+    assert bucket.put_new("attempts/1", str(won.index(True)).encode())  # a repeat whose first answer got lost
+
+
+def test_an_object_is_replaced_only_as_it_was_read(bucket: Bucket) -> None:
+    bucket.put("k", b"1")
+    _, etag = bucket.get_tagged("k")
+    assert bucket.put_if("k", b"2", etag)
+    assert not bucket.put_if("k", b"3", etag)
+    assert bucket.get("k") == b"2"
+
+
+@pytest.mark.parametrize("name", ["a b", "a+b", "a%2Bb", "a%20b", "a#b", "a?b", "a=b", "\u00fc", "u\u0308", "~a*'()"])
+def test_a18_a_key_comes_back_as_it_is(bucket: Bucket, name: str) -> None:
+    others = ["a b", "a+b", "a%2Bb", "a%20b", "\u00fc", "u\u0308"]
+    for other in others:
+        bucket.put(f"k/{other}", other.encode())
+    bucket.put(f"k/{name}", name.encode())
+    assert bucket.get(f"k/{name}") == name.encode()
+    assert set(bucket.list("k/")) == {f"k/{each}" for each in {*others, name}}
+    bucket.delete([f"k/{name}"])
+    assert f"k/{name}" not in bucket.list("k/")
+
+
+@pytest.mark.parametrize("key", ["", "a//b", "/a", "a/", "a/../b", "."])
+def test_a18_a_key_that_would_alias_is_refused(bucket: Bucket, key: str) -> None:
+    with pytest.raises(BucketError, match="non-empty parts"):
+        bucket.put(key, b"")
+
+
+def test_a17_more_than_a_page_of_keys_is_listed_and_deleted(moto_bucket: MotoBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moto import settings
+
+    monkeypatch.setattr(settings, "get_s3_default_max_keys", lambda: 40)
+    bucket = Bucket.from_env(moto_bucket.environ)
+    for i in range(101):
+        bucket.put(f"many/{i:04}", b"")
+    assert len(bucket.list("many/")) == 101
+    bucket.delete(bucket.list("many/"))
+    assert bucket.list("many/") == []
+
+
+def test_a17_an_empty_page_that_says_there_is_more_is_not_the_end(store: str) -> None:
+    def page(keys: list[str], more: str) -> tuple[int, bytes, str]:
+        contents = "".join(f"<Contents><Key>{key}</Key><Size>1</Size></Contents>" for key in keys)
+        token = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{more}</NextContinuationToken>" if more else ""
+        name = "<Name>plain</Name><EncodingType>url</EncodingType>"
+        return 200, f"<?xml version='1.0'?><ListBucketResult>{name}{contents}{token}</ListBucketResult>".encode(), "application/xml"
+
+    Store.script = [page(["a"], "t1"), page([], "t2"), page(["b%2Bc"], "")]
+    assert Bucket(settings(store)).list("") == ["a", "b+c"]
+    assert ["continuation-token=t" in path for path in Store.paths] == [False, True, True]
+
+
+def test_large_files_go_in_parts(moto_bucket: MotoBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_module, "MULTIPART_BYTES", 5 << 20)
+    data = bytes(range(256)) * (11 << 12)
+    (tmp_path / "large").write_bytes(data)
+    bucket = Bucket.from_env(moto_bucket.environ)
+    bucket.put_file("large", tmp_path / "large")
+    assert bucket.get("large") == data
+    assert bucket.get_tagged("large")[1].endswith('-3"')  # the etag of three parts
+
+
+class Store(BaseHTTPRequestHandler):
+    """An S3 server that fails as scripted: (status, body, content type) for each of the next requests, then 200."""
+
+    script: list[tuple[int, bytes, str]] = []
+    headers_seen: list[dict[str, str]] = []
+    paths: list[str] = []
+
+    def answer(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        Store.headers_seen.append({key.lower(): value for key, value in self.headers.items()})
+        Store.paths.append(self.path)
+        status, body, kind = Store.script.pop(0) if Store.script else (200, b"data", "text/plain")
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.send_header("content-type", kind)
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_PUT = do_DELETE = answer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    Store.script, Store.headers_seen, Store.paths = [], [], []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Store)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def settings(endpoint: str, url: str = "s3://plain") -> BucketSettings:
+    return BucketSettings(url, endpoint, "key", "secret")
+
+
+@pytest.mark.parametrize("body, kind", [(SLOW_DOWN, "application/xml"), (b"", ""), (b"<html>busy</html>", "text/html")])
+def test_a19_throttling_is_waited_out_and_counted(store: str, body: bytes, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_module, "FIRST_PAUSE_S", 0.001)
+    bucket = Bucket(settings(store))
+    for call in (lambda: bucket.put("k", b"x"), lambda: bucket.get("k"), lambda: bucket.delete(["k"])):
+        Store.script = [(503, body, kind)] * 6
+        call()
+        assert Store.script == []
+    assert bucket.throttled == 18
+
+
+def test_a19_throttling_without_end_is_a_bounded_clear_failure(store: str) -> None:
+    Store.script = [(503, SLOW_DOWN, "application/xml")] * 1000
+    with pytest.raises(BucketError, match=r"get k: the bucket at .* for 0 s\. Last: SlowDown: Please reduce"):
+        Bucket(settings(store), retry_s=0.3).get("k")
+
+
+def test_a_server_that_is_not_there_is_a_clear_failure(free_port: int) -> None:
+    with pytest.raises(BucketError, match="Connection refused"):
+        Bucket(settings(f"http://127.0.0.1:{free_port}"), retry_s=0.2).get("k")
+
+
+def test_a_refusal_is_not_tried_again(store: str) -> None:
+    denied = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>No.</Message></Error>"
+    Store.script = [(403, denied, "application/xml")] * 3
+    with pytest.raises(BucketError, match="refused it: AccessDenied: No"):
+        Bucket(settings(store)).put("k", b"")
+    assert len(Store.script) == 2
+
+
+def test_a16_no_checksum_headers_are_sent(store: str) -> None:
+    bucket = Bucket(settings(store))
+    bucket.put("k", b"x")
+    bucket.get("k")
+    for headers in Store.headers_seen:
+        assert not [name for name in headers if name.startswith(("x-amz-checksum", "x-amz-trailer", "x-amz-meta", "x-amz-sdk"))]
+        assert headers.get("content-encoding") is None
+
+
+@pytest.mark.parametrize("name", ["plain", "dotted.name"])
+@pytest.mark.parametrize("path", ["", "/namespace"])
+def test_a20_custom_endpoints_are_addressed_by_path(store: str, name: str, path: str) -> None:
+    bucket = Bucket(settings(store.replace("127.0.0.1", "localhost") + path, f"s3://{name}/pre"))
+    bucket.put("k", b"x")
+    Store.script = [(200, b"<?xml version='1.0'?><ListBucketResult><Name>x</Name></ListBucketResult>", "application/xml")]
+    bucket.list("runs/")
+    assert Store.paths[0] == f"{path}/{name}/pre/k"
+    assert Store.paths[1].startswith(f"{path}/{name}?") and "prefix=pre%2Fruns%2F" in Store.paths[1]
+    assert "us-east-1" in Store.headers_seen[0]["authorization"]
+
+
+def test_settings_come_from_the_environment_and_hide_secrets(moto_bucket: MotoBucket) -> None:
+    found = BucketSettings.from_env({**moto_bucket.environ, "AWS_REGION": "auto", "AWS_SESSION_TOKEN": "hidden-token"})
+    assert found.region == "auto"
+    assert BucketSettings.from_env({**found.environment(), **found.secrets()}) == found
+    assert "test-secret" not in repr(found) and "hidden-token" not in repr(found)
+    assert not set(found.environment()) & set(found.secrets())
+    for name in ("ASYNCGRPO_BUCKET", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        with pytest.raises(ConfigError, match=f"{name} is not set"):
+            BucketSettings.from_env({key: value for key, value in moto_bucket.environ.items() if key != name})
+    for wrong in ("bucket", "http://bucket", "s3://"):
+        with pytest.raises(ConfigError, match="expected s3://bucket"):
+            Bucket(settings("http://127.0.0.1:1", wrong))
+    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL"):
+        Bucket(settings("127.0.0.1:1"))
