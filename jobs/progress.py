@@ -54,7 +54,7 @@ class Progress:
         if (reward := numbers.get("reward")) is not None and reward == reward:
             self.history.append((self.step, reward))
             if len(self.history) > HISTORY:
-                del self.history[::2]
+                del self.history[1::2]
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.__dict__, "history": [list(pair) for pair in self.history]}

@@ -1,0 +1,203 @@
+"""`asyncgrpo emulate`: one run against the stand-in, with the very code that launches it on Hugging Face Jobs."""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from emulator.faults import parse
+from emulator.injector import Injector
+from emulator.serve import Emulator
+from jobs import live, logs, plot, preflight, recipe, tiny
+from jobs.bucket import BucketSettings
+from jobs.cache import cache_dir
+from jobs.errors import AsyncgrpoError, ConfigError
+from jobs.launch import Glance, Launch, Site
+from jobs.names import check_run_name
+from jobs.recipe import Recipe
+from jobs.spec import Engine
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+POLL_S = 0.5
+"""How often the run is looked at: the stand-in has no quota to spare."""
+SIM_ENGINE = "emulator.sim_engine"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose on the command line; None where they left the choice to the recipe."""
+
+    recipe: str
+    config: str | None = None
+    overrides: tuple[str, ...] = ()
+    replicas: int | None = None
+    steps: int | None = None
+    engine: Engine = "vllm"
+    bucket: str = "moto"
+    run_name: str | None = None
+    faults: str | None = None
+    seed: int = 0
+    as_json: bool = False
+
+
+def emulate(options: Options) -> int:
+    """Runs the recipe to its end and writes `runs/<run>/`. Returns the exit status: 0 or 130; raises what else went wrong.
+
+    Raises:
+        ConfigError: bad input, before anything is started.
+        RunFailed: the run was started and did not finish.
+    """
+    started_at = _process_started_at()
+    logs.to_stderr(logging.WARNING)
+    chosen = _recipe(options)
+    faults = parse(options.faults or "")
+    run = check_run_name(options.run_name or f"{chosen.name}-{time.strftime('%m%d-%H%M%S')}".lower())
+    bucket = _bucket(options.bucket)
+    preflight.check(chosen, local=True)
+    folder = Path("runs", run)
+    if (folder / "summary.json").exists():
+        raise ConfigError(f"{folder} already holds a finished run: choose another name with --run.")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _interruptible():
+        try:
+            summary = _run(options, chosen, run, folder, bucket, Injector(faults), started_at)
+        except KeyboardInterrupt:
+            print("interrupted: every Job was cancelled", file=sys.stderr)
+            return INTERRUPTED
+    _tell(summary, folder, options.as_json)
+    return 0
+
+
+def serve() -> int:
+    """Starts only the stand-in, prints its environment as KEY=value lines, and waits for Ctrl-C."""
+    with _interruptible(), Emulator() as emulator:
+        for name, value in emulator.environment().items():
+            print(f"{name}={value}")
+        sys.stdout.flush()
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    return 0
+
+
+def _run(
+    options: Options, chosen: Recipe, run: str, folder: Path, bucket: BucketSettings | None, injector: Injector, started_at: float
+) -> dict[str, Any]:
+    seen: list[Glance] = []
+    emulator = Emulator(bucket=bucket, logs=folder / "logs")
+    summary: dict[str, Any] = {}
+    try:
+        emulator.start()
+        injector.attach(emulator)
+        site = Site(
+            endpoint=emulator.endpoint,
+            token=emulator.token,
+            namespace=emulator.owner.name,
+            bucket=emulator.bucket,
+            environment={"ASYNCGRPO_CACHE": str(cache_dir())},
+            poll_s=POLL_S,
+        )
+        kind, _, model = chosen.model.id.partition(":")
+        model_dir = tiny.build(model) if kind == "tiny" else Path(chosen.model.id) if Path(chosen.model.id).is_dir() else None
+        engine_module = SIM_ENGINE if options.engine == "sim" else None
+        with Launch(site, chosen, run, options.engine, engine_module, options.seed) as launch:
+            launch.start(model_dir)
+            with live.view() as view:
+
+                def look(glance: Glance) -> None:
+                    seen[:] = [glance]
+                    view.show(glance)
+                    injector.look(glance, launch.crew)
+
+                try:
+                    summary = launch.follow(look)
+                except AsyncgrpoError:
+                    summary = launch.summary()
+                    raise
+    finally:
+        orphans = emulator.stop()
+        if seen:
+            progress = seen[-1].progress
+            first = progress.get("first_step_at")
+            summary |= {
+                "wall_s": round(time.time() - started_at, 2),
+                "first_step_s": round(first - started_at, 2) if first else None,
+                "orphans": len(orphans),
+                "faults": options.faults,
+            }
+            (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            plot.reward_plot(progress.get("history") or [], f"{chosen.name}: {run}", folder / "reward.png")
+    return summary
+
+
+def _recipe(options: Options) -> Recipe:
+    chosen = recipe.load(options.recipe, options.config, options.overrides)
+    if options.replicas is not None:
+        chosen = replace(chosen, replica=replace(chosen.replica, count=options.replicas))
+    if options.steps is not None:
+        if options.steps < 1:
+            raise ConfigError(f"--steps {options.steps}: at least 1 is needed.")
+        chosen = replace(chosen, trainer={**chosen.trainer, "max_steps": options.steps})
+    return chosen
+
+
+def _bucket(choice: str) -> BucketSettings | None:
+    """The S3 bucket that the user named, or None for a fresh moto server."""
+    if choice == "moto":
+        return None
+    if not choice.startswith("s3://"):
+        raise ConfigError(f"--bucket {choice}: expected moto or s3://bucket[/prefix] (keys and endpoint from AWS_*).")
+    return BucketSettings.from_env({**os.environ, "ASYNCGRPO_BUCKET": choice})
+
+
+def _tell(summary: dict[str, Any], folder: Path, as_json: bool) -> None:
+    first, last = summary.get("reward_first"), summary.get("reward_last")
+    if first is not None and last is not None:
+        print(f"reward {first:.3f} -> {last:.3f} in {summary['steps']} steps, {summary['wall_s']:.0f} s", file=sys.stderr)
+    print(f"summary: {folder / 'summary.json'}", file=sys.stderr)
+    if (folder / "reward.png").exists():
+        print(f"reward:  {folder / 'reward.png'}", file=sys.stderr)
+    print(f"logs:    {folder / 'logs'}", file=sys.stderr)
+    print("next:    asyncgrpo recipes NAME > mine.toml, change it, asyncgrpo emulate mine.toml", file=sys.stderr)
+    if as_json:
+        print(json.dumps(summary))
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a run as Ctrl-C does: with nothing left behind. A second signal does not interrupt the ending."""
+    ending = threading.Event()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not ending.is_set():
+            ending.set()
+            raise KeyboardInterrupt
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(each, interrupt) for each in signals]
+    try:
+        yield
+    finally:
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
+
+
+def _process_started_at() -> float:
+    """When this command was started, in Unix seconds: the interpreter's own start counts, and unpacking the archive too."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up_s = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError):
+        return time.time()
+    return time.time() - (up_s - ticks / os.sysconf("SC_CLK_TCK"))

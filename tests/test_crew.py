@@ -1,0 +1,116 @@
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import httpx
+import pytest
+from huggingface_hub import HfApi
+
+from emulator.serve import Emulator
+from jobs import crew as crew_module
+from jobs.bucket import Bucket
+from jobs.crew import Crew, JobPlan
+from jobs.errors import RunFailed
+
+SLEEP = ["python3", "-c", "import time; time.sleep(60)"]
+
+
+@pytest.fixture
+def emulator() -> Iterator[Emulator]:
+    with Emulator() as emulator:
+        yield emulator
+
+
+@pytest.fixture
+def crew(emulator: Emulator) -> Crew:
+    return make_crew(emulator, SLEEP)
+
+
+def make_crew(emulator: Emulator, command: list[str], hub: HfApi | None = None) -> Crew:
+    plan = JobPlan("python:3.11", command, "cpu-basic", {"NOTE": "seen"}, 60, ports=[8000])
+    hub = hub or HfApi(endpoint=emulator.endpoint, token=emulator.token)
+    plans = {"replica": plan, "trainer": replace(plan, ports=[])}
+    return Crew(hub, emulator.owner.name, "run", Bucket(emulator.bucket), plans, {"ASYNCGRPO_KEY": "hush-hush"})  # type: ignore[arg-type]
+
+
+def until(done: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def test_replicas_are_started_announced_and_cancelled(emulator: Emulator, crew: Crew) -> None:
+    for index in (0, 1):
+        crew.start("replica", index)
+    crew.start("trainer")
+    until(lambda: all(job.status.stage == "RUNNING" for job in crew.jobs().values()))
+    crew.tend(crew.jobs())
+    bucket = Bucket(emulator.bucket)
+    records = [json.loads(bucket.get(key)) for key in bucket.list("runs/run/replicas/")]
+    assert [record["index"] for record in records] == [0, 1]
+    assert len({record["urls"][0] for record in records}) == 2
+    assert [record["job_id"] for record in records] == [crew.job_id("replica", 0), crew.job_id("replica", 1)]
+    jobs = crew.jobs()
+    assert {job.environment["ASYNCGRPO_RUN"] for job in jobs.values()} == {"run"}
+    assert "hush-hush" not in str([job.__dict__ for job in jobs.values()])
+    crew.cancel()
+    assert {job.status.stage for job in crew.jobs().values()} == {"CANCELED"}
+
+
+def test_a_dead_replica_is_started_again_with_a_pause_and_a_bound(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew_module, "RESTART_PAUSE_S", 0.01)
+    monkeypatch.setattr(crew_module, "MAX_RESTARTS", 2)
+    crew = make_crew(emulator, ["python3", "-c", "raise SystemExit(3)"])
+    first = crew.start("replica", 0)
+
+    def tended() -> bool:
+        crew.tend(crew.jobs())
+        return crew.given_up(0)
+
+    until(tended)
+    assert crew.restarts == 2 and len(crew.jobs()) == 3
+    assert crew.job_id("replica", 0) != first
+
+
+def test_another_leader_takes_over_the_newest_of_each_place(emulator: Emulator, crew: Crew) -> None:
+    crew.start("replica", 0)
+    second = crew.start("replica", 0)
+    trainer = crew.start("trainer")
+    other = make_crew(emulator, SLEEP)
+    other.adopt()
+    assert (other.job_id("replica", 0), other.job_id("trainer")) == (second, trainer)
+    other.start("replica", 0)
+    generations = sorted(job.labels["asyncgrpo-generation"] for job in other.jobs().values() if job.labels["asyncgrpo-role"] == "replica")
+    assert generations == ["0", "1", "2"]
+    other.cancel()
+
+
+class LosesAnswers(HfApi):
+    """The real client, but the answer to the first creation is lost after the Job was made."""
+
+    lost = False
+
+    def run_job(self, **kwargs: object) -> object:  # type: ignore[override]
+        job = super().run_job(**kwargs)  # type: ignore[arg-type]
+        if not self.lost:
+            self.lost = True
+            from huggingface_hub.errors import HfHubHTTPError
+
+            request = httpx.Request("POST", "http://hub")
+            raise HfHubHTTPError("500 Server Error", response=httpx.Response(500, request=request))
+        return job
+
+
+def test_an_answer_that_got_lost_starts_no_second_job(emulator: Emulator) -> None:
+    crew = make_crew(emulator, SLEEP, LosesAnswers(endpoint=emulator.endpoint, token=emulator.token))
+    job_id = crew.start("replica", 0)
+    assert list(crew.jobs()) == [job_id]
+
+
+def test_a_refusal_names_role_and_flavor(emulator: Emulator) -> None:
+    crew = make_crew(emulator, SLEEP)
+    crew._plans = {"replica": replace(crew._plans["replica"], flavor="h999")}
+    with pytest.raises(RunFailed, match=r"replica 0 could not be started on flavor h999: (?s:.)*h999"):
+        crew.start("replica", 0)

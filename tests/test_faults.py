@@ -1,0 +1,37 @@
+import pytest
+
+from emulator.faults import Fault, Faults, parse
+from jobs.errors import ConfigError
+
+
+def test_the_language() -> None:
+    spec = "kill replica[1] at step 30; preempt trainer after 60s;kill  proxy at step 3, bucket 503 5%; bucket lag 2.5s; hang replica[0] 10s at step 4; bucket away 60s at step 20"
+    assert parse(spec) == Faults(
+        (
+            Fault("kill", "replica", 1, step=30),
+            Fault("preempt", "trainer", after_s=60.0),
+            Fault("kill", "proxy", step=3),
+            Fault("hang", "replica", 0, step=4, for_s=10.0),
+            Fault("away", "bucket", step=20, for_s=60.0),
+        ),
+        0.05,
+        2.5,
+    )
+    assert parse("") == parse(" ; ") == Faults()
+
+
+@pytest.mark.parametrize("spec", ["kill replica at step 3", "explode trainer after 3s", "kill trainer", "bucket 503", "lag 2s", "kill replica[x] at step 1"])
+def test_unknown_words_are_refused_with_the_known_ones(spec: str) -> None:
+    with pytest.raises(ConfigError, match=r"is unknown; nearest: .*Known: kill replica\[N\]"):
+        parse(spec)
+
+
+def test_a_bucket_that_always_fails_is_no_test() -> None:
+    with pytest.raises(ConfigError, match="at most 99 %"):
+        parse("bucket 503 100%")
+
+
+def test_when_a_fault_is_due() -> None:
+    at_step, after = parse("kill trainer at step 3; kill trainer after 5s").events
+    assert [at_step.due(step, 100) for step in (0, 2, 3, 9)] == [False, False, True, True]
+    assert [after.due(9, elapsed) for elapsed in (0.0, 4.9, 5.0)] == [False, False, True]
