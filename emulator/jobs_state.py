@@ -301,8 +301,9 @@ class Job:
 
     def start(self) -> None:
         """Its process runs: the first time fixes `started`."""
-        self.stage, self.message = Stage.RUNNING, None
-        self.started = self.started or now()
+        if not self.stage.final:
+            self.stage, self.message = Stage.RUNNING, None
+            self.started = self.started or now()
 
     def finish(self, stage: Stage, message: str | None = None) -> None:
         """It is over; a Job that is over stays as it ended."""

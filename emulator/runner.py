@@ -21,6 +21,9 @@ from jobs.errors import AsyncgrpoError
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL. Shorter than a cluster's usual 30 s: what relies on more must fail here."""
 
+Outcome = tuple[Stage, str | None]
+"""How a Job ended: its last stage and the message that goes with it."""
+
 
 @dataclass(eq=False)
 class Running:
@@ -85,7 +88,7 @@ class Runner:
         return process.pids() if process else []
 
     def cancel(self, job: Job) -> None:
-        """Begin to end a Job: SIGTERM, then SIGKILL after `grace_s`. It is CANCELED at once, as on the Hub."""
+        """Begin to end a Job: SIGTERM, then SIGKILL after `grace_s`. It is CANCELED at once, and over a bit later."""
         if not job.stage.final:
             job.finish(Stage.CANCELED, "Job canceled")
             self._running[job.id].cancelled.set()
@@ -143,7 +146,7 @@ class Runner:
         job = running.job
         try:
             if (devices := await self._place(running)) is not None:
-                await self._attempts(running, image, devices)
+                job.finish(*await self._mounted(running, image, devices))
         except (CannotStart, NoSuchVolume, AsyncgrpoError) as error:
             job.finish(Stage.ERROR, f"Job failed to start: {error}")
         except asyncio.CancelledError:
@@ -168,7 +171,8 @@ class Runner:
             await self._freed.wait()
         return None
 
-    async def _attempts(self, running: Running, image: Image, devices: tuple[str, ...]) -> None:
+    async def _mounted(self, running: Running, image: Image, devices: tuple[str, ...]) -> Outcome:
+        """Run it between filling and emptying its volumes; what it wrote is in the bucket when it is over."""
         job, spec = running.job, running.job.spec
         places = Places(self.root / job.id)
         await asyncio.to_thread(places.make, image)
@@ -183,17 +187,8 @@ class Runner:
             environment = job_environment.environment(
                 spec, job.id, image, places, mounts, binds, devices, self.mark
             )
-            deadline: float | None = None
-            while not job.stage.final:
-                running.log.write(f"{STARTED} at {timestamp(now())} =====")
-                running.process = await JobProcess.start(
-                    job_environment.command(spec, image, mounts), environment, places.work, job.id, running.log
-                )
-                self.report(running.process.group, True)
-                job.start()
-                deadline = deadline or asyncio.get_running_loop().time() + spec.timeout_s
-                code = await self._until_end(running, running.process, deadline)
-                self._judge(job, code)
+            command = job_environment.command(spec, image, mounts)
+            return await self._attempts(running, command, environment, places)
         finally:
             for volume in spec.volumes:
                 if volume.writable and volume.mount_path in before:
@@ -202,8 +197,30 @@ class Runner:
                     )
             await asyncio.to_thread(shutil.rmtree, places.root, True)
 
-    async def _until_end(self, running: Running, process: JobProcess, deadline: float) -> int:
-        """The exit code; a Job that is cancelled or late is ended here."""
+    async def _attempts(
+        self, running: Running, command: list[str], environment: Mapping[str, str], places: Places
+    ) -> Outcome:
+        """Start the command until it succeeds, is cancelled or late, or has no attempt left."""
+        job = running.job
+        deadline: float | None = None
+        while True:
+            running.log.write(f"{STARTED} at {timestamp(now())} =====")
+            process = await JobProcess.start(command, environment, places.work, job.id, running.log)
+            self.report(process.group, True)
+            running.process = process
+            job.start()
+            deadline = deadline or asyncio.get_running_loop().time() + job.spec.timeout_s
+            code = await self._until_end(running, process, deadline)
+            if code is None:
+                return Stage.ERROR, "Job timeout"
+            if code == 0 or job.stage.final:
+                return Stage.COMPLETED, None
+            if job.attempt >= job.spec.attempts:
+                return Stage.ERROR, f"Job failed with exit code: {code}. Reason: Error"
+            job.attempt += 1
+
+    async def _until_end(self, running: Running, process: JobProcess, deadline: float) -> int | None:
+        """The exit code, or None if the Job was late; one that is late or cancelled is ended here."""
         ended = asyncio.ensure_future(process.wait())
         cancelled = asyncio.ensure_future(running.cancelled.wait())
         try:
@@ -212,25 +229,17 @@ class Runner:
                 timeout=max(0.0, deadline - asyncio.get_running_loop().time()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
+            late = not ended.done() and not cancelled.done()
             if not ended.done():
-                if not cancelled.done():
-                    running.job.finish(Stage.ERROR, "Job timeout")
                 await process.stop(self.grace_s)
-            return await ended
+            code = await ended
+            return None if late else code
         finally:
             cancelled.cancel()
             if not ended.done():
                 process.send(signal.SIGKILL)
             running.process = None
             self.report(process.group, False)
-
-    def _judge(self, job: Job, code: int) -> None:
-        if code == 0 or job.stage.final:
-            job.finish(Stage.COMPLETED)
-        elif job.attempt >= job.spec.attempts:
-            job.finish(Stage.ERROR, f"Job failed with exit code: {code}. Reason: Error")
-        else:
-            job.attempt += 1
 
     async def close(self) -> None:
         """Cancel every Job and wait until all have ended."""
