@@ -11,6 +11,7 @@ import urllib.request
 from dataclasses import dataclass, field
 from typing import IO
 
+from emulator.moto_server import DISTURB_PATH
 from jobs import bundle
 from jobs.bucket import BucketSettings
 
@@ -58,8 +59,15 @@ class MotoServer:
 
     def refuse(self, *, count: int = 0, seconds: float = 0.0, code: str = "SlowDown") -> None:
         """Make it answer 503 with this S3 error code to the next `count` requests and for the next `seconds`."""
-        body = json.dumps({"count": count, "seconds": seconds, "code": code}).encode()
-        request = urllib.request.Request(f"{self.settings.endpoint}/_emulator/refuse", body, method="POST")
+        self._disturb(count=count, seconds=seconds, code=code)
+
+    def disturb(self, *, rate: float = 0.0, lag_s: float = 0.0, seed: int = 0) -> None:
+        """From now on refuse this fraction of all requests, and show new objects only `lag_s` after their PUT."""
+        self._disturb(rate=rate, lag_s=lag_s, seed=seed)
+
+    def _disturb(self, **settings: float | str) -> None:
+        body = json.dumps(settings).encode()
+        request = urllib.request.Request(f"{self.settings.endpoint}{DISTURB_PATH}", body, method="POST")
         request.add_header("x-emulator-key", self.settings.access_key)
         urllib.request.urlopen(request, timeout=START_S).close()
 

@@ -9,22 +9,39 @@ metadata; no checksum the client was not asked for; ListObjectsV2 only, and `/` 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 from urllib.parse import parse_qs
 from xml.sax.saxutils import escape
 
+from emulator.disturbance import Disturbance
+
 LOOPBACK = "127.0.0.1"
 MAX_CONCURRENT_LOCKS = 64
 
+DISTURB_PATH = "/_emulator/disturb"
+"""Takes the arguments of `Disturbance.set`, with the access key in the header x-emulator-key."""
+
 Environ = dict[str, Any]
+Headers = list[tuple[str, str]]
 StartResponse = Callable[..., Any]
 Application = Callable[[Environ, StartResponse], Iterable[bytes]]
+
+_BODY_AND_CONDITIONS = {
+    "CONTENT_LENGTH",
+    "CONTENT_TYPE",
+    "HTTP_CONTENT_MD5",
+    "HTTP_IF_MATCH",
+    "HTTP_IF_NONE_MATCH",
+    "HTTP_TRANSFER_ENCODING",
+    "werkzeug.request",
+}
+"""What a HEAD made from a PUT leaves out."""
 
 
 def refusal(environ: Environ, access_key: str) -> tuple[int, str, str] | None:
@@ -58,48 +75,77 @@ class Front:
         self.behind = behind
         self.access_key = access_key
         self._locks = [threading.Lock() for _ in range(MAX_CONCURRENT_LOCKS)]
-        self._refuse_lock = threading.Lock()
-        self._refuse_count = 0
-        self._refuse_until = 0.0
-        self._refuse_code = "SlowDown"
+        self._disturbance = Disturbance()
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Answer, refuse, or hand on to moto."""
-        if environ["PATH_INFO"] == "/_emulator/refuse":
-            return self._set_refusals(environ, start_response)
-        if self._refuses():
-            return _error(environ, start_response, 503, self._refuse_code, "Please reduce your request rate.")
+        path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
+        if path == DISTURB_PATH:
+            return self._disturb(environ, start_response)
+        if code := self._disturbance.refusal():
+            return _error(environ, start_response, 503, code, "Please reduce your request rate.")
         if refused := refusal(environ, self.access_key):
             return _error(environ, start_response, *refused)
-        if environ["REQUEST_METHOD"] == "PUT":
+        if method == "PUT" or method == "POST":
             # moto looks and writes in two steps, so of two conditional PUTs at once both could win.
-            with self._locks[hash(environ["PATH_INFO"]) % MAX_CONCURRENT_LOCKS]:
-                return list(self.behind(environ, start_response))
+            with self._locks[hash(path) % len(self._locks)]:
+                return self._write(environ, start_response)
+        if self._disturbance.lags and method in ("GET", "HEAD"):
+            return self._read(environ, start_response)
         return self.behind(environ, start_response)
 
-    def _set_refusals(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+    def _write(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if not self._disturbance.lags:
+            return list(self.behind(environ, start_response))
+        known = self._exists(environ)
+        status, headers, body = _collect(self.behind, environ)
+        if not known and status.startswith("200") and "uploads" not in environ["QUERY_STRING"]:
+            self._disturbance.wrote(path)
+        start_response(status, headers)
+        return [body]
+
+    def _exists(self, environ: Environ) -> bool:
+        head = {name: value for name, value in environ.items() if name not in _BODY_AND_CONDITIONS}
+        head |= {"REQUEST_METHOD": "HEAD", "QUERY_STRING": "", "wsgi.input": io.BytesIO()}
+        return _collect(self.behind, head)[0].startswith("200")
+
+    def _read(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        bucket, _, key = environ["PATH_INFO"].lstrip("/").partition("/")
+        if key and self._disturbance.hidden(environ["PATH_INFO"]):
+            return _error(environ, start_response, 404, "NoSuchKey", "The specified key does not exist.")
+        if key:
+            return self.behind(environ, start_response)
+        status, headers, body = _collect(self.behind, environ)
+        body = self._disturbance.trim(bucket, body)
+        headers = [(n, str(len(body)) if n.lower() == "content-length" else v) for n, v in headers]
+        start_response(status, headers)
+        return [body]
+
+    def _disturb(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        wanted = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
         if environ.get("HTTP_X_EMULATOR_KEY") != self.access_key:
             return _error(environ, start_response, 403, "AccessDenied", "Access Denied")
-        wanted = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
-        with self._refuse_lock:
-            self._refuse_count = wanted["count"]
-            self._refuse_until = time.monotonic() + wanted["seconds"]
-            self._refuse_code = wanted["code"]
+        self._disturbance.set(**wanted)
         start_response("204 No Content", [])
         return []
 
-    def _refuses(self) -> bool:
-        with self._refuse_lock:
-            if self._refuse_count > 0:
-                self._refuse_count -= 1
-                return True
-            return time.monotonic() < self._refuse_until
+
+def _collect(application: Application, environ: Environ) -> tuple[str, Headers, bytes]:
+    """Run a WSGI application to its end."""
+    answer: list[tuple[str, Headers]] = []
+
+    def start_response(status: str, headers: Headers, error: Any = None) -> Callable[[bytes], None]:
+        answer.append((status, headers))
+        return lambda data: None
+
+    body = b"".join(application(environ, start_response))
+    return *answer[-1], body
 
 
 def _error(environ: Environ, start_response: StartResponse, status: int, code: str, message: str) -> Iterable[bytes]:
-    stream = environ["wsgi.input"]
     if length := int(environ.get("CONTENT_LENGTH") or 0):
-        stream.read(length)  # or the client meets a reset connection instead of the answer
+        environ["wsgi.input"].read(length)  # or the client meets a reset connection instead of the answer
     body = (
         f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{escape(code)}</Code>"
         f"<Message>{escape(message)}</Message></Error>"

@@ -174,6 +174,10 @@ class Emulator:
         """Run a coroutine in the emulator's event loop, where the Hub, runner and gateway live, and wait for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
+    def pids(self, job_id: str) -> list[int]:
+        """The living processes of a Job."""
+        return self.runner.pids(self.runner.table.get(self.owner.name, job_id))
+
     def signal(self, job_id: str, signum: int) -> None:
         """Send a signal to all of a Job, as a fault: SIGKILL is a machine that dies, SIGSTOP one that hangs."""
         job = self.runner.table.get(self.owner.name, job_id)
