@@ -37,15 +37,9 @@ def command(*args: str) -> list[str]:
 
 
 def archive() -> Path | None:
-    """Return the `asyncgrpo.pyz` to send to Jobs, or None where there is none.
-
-    That is the archive this process was started from or, in a source checkout, the one that `./build.sh build` made.
-    """
-    if (app_dir() / BUNDLED).is_dir():
-        started = Path(sys.argv[0]).resolve()
-        return started if zipfile.is_zipfile(started) else None
-    built = app_dir() / "dist" / "asyncgrpo.pyz"
-    return built if built.is_file() else None
+    """Return the `asyncgrpo.pyz` that this process was started from, to send to Jobs; None where it was not."""
+    started = Path(sys.argv[0]).resolve()
+    return started if (app_dir() / BUNDLED).is_dir() and zipfile.is_zipfile(started) else None
 
 
 def version() -> str:
