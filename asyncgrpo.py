@@ -18,6 +18,7 @@ class Commands(click.Group):
     """A group whose commands show an error of ours as one message, with its exit status."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command that was named."""
         try:
             return super().invoke(ctx)
         except AsyncgrpoError as error:
@@ -50,14 +51,26 @@ def main() -> None:
 @example("asyncgrpo emulate digit --set trainer.max_steps=40 --replicas 3 --json")
 @click.argument("recipe", required=False)
 @click.option("--config", type=click.Path(dir_okay=False), help="TOML file whose fields replace the recipe's.")
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.FIELD=VALUE", help="Replaces one field; may be given again.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="SECTION.FIELD=VALUE", help="Replaces one field; may be given again."
+)
 @click.option("--replicas", type=int, help="Number of replica Jobs (replica.count).")
 @click.option("--steps", type=int, help="Number of optimizer steps (trainer.max_steps).")
-@click.option("--engine", type=click.Choice(["vllm", "sim"]), default="vllm", show_default=True, help="sim: answers as vLLM does, learns nothing.")
-@click.option("--bucket", default="moto", show_default=True, help="moto, or s3://bucket[/prefix] with AWS_* in the environment.")
+@click.option(
+    "--engine",
+    type=click.Choice(["vllm", "sim"]),
+    default="vllm",
+    show_default=True,
+    help="sim: answers as vLLM does, learns nothing.",
+)
+@click.option(
+    "--bucket", default="moto", show_default=True, help="moto, or s3://bucket[/prefix] with AWS_* in the environment."
+)
 @click.option("--run", "run_name", help="The run's name; made up from recipe and time if left out.")
 @click.option("--faults", metavar="SPEC", help="What goes wrong, such as 'kill replica[1] at step 30'.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the training, the engines and the faults.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of the training, the engines and the faults."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json last, alone on stdout.")
 @click.option("--serve", is_flag=True, help="Start only the stand-in for the Hub, print its environment, and wait.")
 def emulate(**options: Any) -> None:
@@ -105,7 +118,11 @@ def recipes(name: str | None) -> None:
     """Lists the built-in recipes, or prints one as TOML."""
     from jobs import recipe
 
-    click.echo(recipe.text(name).rstrip() if name else "\n".join(f"{each:10} {recipe.load(each).description}" for each in recipe.built_in()))
+    click.echo(
+        recipe.text(name).rstrip()
+        if name
+        else "\n".join(f"{each:10} {recipe.load(each).description}" for each in recipe.built_in())
+    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import click
+
 from emulator.faults import parse
 from emulator.injector import Injector
 from emulator.serve import Emulator
@@ -53,7 +55,7 @@ class Options:
 
 
 def emulate(options: Options) -> int:
-    """Runs the recipe to its end and writes `runs/<run>/`. Returns the exit status: 0 or 130; raises what else went wrong.
+    """Runs the recipe to its end and writes `runs/<run>/`. Returns the exit status: 0, or 130 when interrupted.
 
     Raises:
         ConfigError: bad input, before anything is started.
@@ -74,7 +76,7 @@ def emulate(options: Options) -> int:
         try:
             summary = _run(options, chosen, run, folder, bucket, Injector(faults), started_at)
         except KeyboardInterrupt:
-            print("interrupted: every Job was cancelled", file=sys.stderr)
+            click.echo("interrupted: every Job was cancelled", err=True)
             return INTERRUPTED
     _tell(summary, folder, options.as_json)
     return 0
@@ -84,7 +86,7 @@ def serve() -> int:
     """Starts only the stand-in, prints its environment as KEY=value lines, and waits for Ctrl-C."""
     with _interruptible(), Emulator() as emulator:
         for name, value in emulator.environment().items():
-            print(f"{name}={value}")
+            click.echo(f"{name}={value}")
         sys.stdout.flush()
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
@@ -92,7 +94,13 @@ def serve() -> int:
 
 
 def _run(
-    options: Options, chosen: Recipe, run: str, folder: Path, bucket: BucketSettings | None, injector: Injector, started_at: float
+    options: Options,
+    chosen: Recipe,
+    run: str,
+    folder: Path,
+    bucket: BucketSettings | None,
+    injector: Injector,
+    started_at: float,
 ) -> dict[str, Any]:
     seen: list[Glance] = []
     emulator = Emulator(bucket=bucket, logs=folder / "logs")
@@ -109,7 +117,9 @@ def _run(
             poll_s=POLL_S,
         )
         kind, _, model = chosen.model.id.partition(":")
-        model_dir = tiny.build(model) if kind == "tiny" else Path(chosen.model.id) if Path(chosen.model.id).is_dir() else None
+        model_dir = (
+            tiny.build(model) if kind == "tiny" else Path(chosen.model.id) if Path(chosen.model.id).is_dir() else None
+        )
         engine_module = SIM_ENGINE if options.engine == "sim" else None
         with Launch(site, chosen, run, options.engine, engine_module, options.seed) as launch:
             launch.start(model_dir)
@@ -164,19 +174,19 @@ def _bucket(choice: str) -> BucketSettings | None:
 def _tell(summary: dict[str, Any], folder: Path, as_json: bool) -> None:
     first, last = summary.get("reward_first"), summary.get("reward_last")
     if first is not None and last is not None:
-        print(f"reward {first:.3f} -> {last:.3f} in {summary['steps']} steps, {summary['wall_s']:.0f} s", file=sys.stderr)
-    print(f"summary: {folder / 'summary.json'}", file=sys.stderr)
+        click.echo(f"reward {first:.3f} -> {last:.3f} in {summary['steps']} steps, {summary['wall_s']:.0f} s", err=True)
+    click.echo(f"summary: {folder / 'summary.json'}", err=True)
     if (folder / "reward.png").exists():
-        print(f"reward:  {folder / 'reward.png'}", file=sys.stderr)
-    print(f"logs:    {folder / 'logs'}", file=sys.stderr)
-    print("next:    asyncgrpo recipes NAME > mine.toml, change it, asyncgrpo emulate mine.toml", file=sys.stderr)
+        click.echo(f"reward:  {folder / 'reward.png'}", err=True)
+    click.echo(f"logs:    {folder / 'logs'}", err=True)
+    click.echo("next:    asyncgrpo recipes NAME > mine.toml, change it, asyncgrpo emulate mine.toml", err=True)
     if as_json:
-        print(json.dumps(summary))
+        click.echo(json.dumps(summary))
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a run as Ctrl-C does: with nothing left behind. A second signal does not interrupt the ending."""
+    """SIGTERM and SIGHUP end a run as Ctrl-C does, with nothing left behind. A second signal does not disturb that."""
     ending = threading.Event()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -194,7 +204,7 @@ def _interruptible() -> Iterator[None]:
 
 
 def _process_started_at() -> float:
-    """When this command was started, in Unix seconds: the interpreter's own start counts, and unpacking the archive too."""
+    """When this command was started, in Unix seconds: starting the interpreter and unpacking the archive count."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up_s = float(Path("/proc/uptime").read_text().split()[0])

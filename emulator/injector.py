@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Injector:
-    """Looks at the run as the launcher does, and does each fault once. A fault's target is the Job that has the place then."""
+    """Looks at the run as the launcher does, and does each fault once, to the Job that has the place then."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults

@@ -1,8 +1,8 @@
 """The bucket: the one thing all machines of a run share. A small S3 client over minio-py.
 
-Only what every S3-compatible store offers is used: PUT, conditional PUT, GET, ListObjectsV2 and DELETE, path style, no user
-metadata, no checksum headers (some gateways refuse them; every reader of ours verifies a sha256 of its own). Conditional PUT:
-https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
+Only what every S3-compatible store offers is used: PUT, conditional PUT, GET, ListObjectsV2 and DELETE, path style, no
+user metadata, no checksum headers (some gateways refuse them; our readers verify a sha256 of their own). Conditional
+PUT: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
 """
 
 import logging
@@ -54,7 +54,8 @@ class BucketSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "BucketSettings":
-        """Settings from `ASYNCGRPO_BUCKET` and the AWS SDKs' own variables (`AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`, ...).
+        """Settings from `ASYNCGRPO_BUCKET` and the AWS SDKs' own variables (`AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`,
+        ...).
 
         Raises:
             ConfigError: naming the variable that is missing or malformed.
@@ -85,8 +86,8 @@ class BucketSettings:
 class Bucket:
     """A bucket, or the part of it below a prefix. Synchronous and thread-safe.
 
-    Every call is tried again after throttling, 5xx and connection errors, until `retry_s` is over. `throttled` counts the
-    answers that asked for a slower pace.
+    Every call is tried again after throttling, 5xx and connection errors, until `retry_s` is over. `throttled` counts
+    the answers that asked for a slower pace.
     """
 
     def __init__(self, settings: BucketSettings, retry_s: float = RETRY_S) -> None:
@@ -99,8 +100,8 @@ class Bucket:
         self.retry_s = retry_s
         self.throttled = 0
         self._lock = threading.Lock()
-        # An endpoint may have a path (https://s3.hf.co/<namespace>): minio-py takes none, so the path's first part stands
-        # where minio expects the bucket, and the bucket's name starts the key.
+        # An endpoint may have a path (https://s3.hf.co/<namespace>): minio-py takes none, so the path's first part
+        # stands where minio expects the bucket, and the bucket's name starts the key.
         self._root = [part for part in f"{endpoint.path}/{where.netloc}/{where.path}".split("/") if part]
         self._below_bucket = len([part for part in where.path.split("/") if part])
         self._client = Minio(
@@ -130,8 +131,8 @@ class Bucket:
     def put_new(self, key: str, data: bytes) -> bool:
         """Writes an object unless the key is taken; False if it is, by other bytes.
 
-        An answer that got lost and a second try that then meets the first one's bytes counts as written, so callers that
-        race put something of their own (a random nonce) into `data`.
+        An answer that got lost and a second try that then meets the first one's bytes counts as written, so callers
+        that race put something of their own (a random nonce) into `data`.
         """
         return self._conditional(key, data, {"If-None-Match": "*"})
 
@@ -158,7 +159,9 @@ class Bucket:
             self.put(key, path.read_bytes())
             return
         bucket, name = self._place(key)
-        self._retried(lambda: self._client.fput_object(bucket, name, str(path), part_size=MULTIPART_BYTES), f"put {key}")
+        self._retried(
+            lambda: self._client.fput_object(bucket, name, str(path), part_size=MULTIPART_BYTES), f"put {key}"
+        )
 
     def get_file(self, key: str, path: Path) -> None:
         """Writes the object's bytes to `path`, which appears whole or not at all."""
@@ -188,11 +191,11 @@ class Bucket:
         below = "/".join(self._root[-self._below_bucket :]) + "/" if self._below_bucket else ""
         bucket, name = self._root[0], "/".join(self._root[1 : len(self._root) - self._below_bucket]) or None
         while True:
-            query = {"list-type": "2", "prefix": below + prefix, "encoding-type": "url"}
+            query: dict[str, Any] = {"list-type": "2", "prefix": below + prefix, "encoding-type": "url"}
             if token:
                 query["continuation-token"] = token
 
-            def page(query: dict[str, str] = query) -> Any:
+            def page(query: dict[str, Any] = query) -> Any:
                 return self._client._execute("GET", bucket, name, query_params=query)
 
             response = self._retried(page, f"list {prefix}")
@@ -239,8 +242,8 @@ class Bucket:
                 reason = self._passing(error, what)
                 if time.monotonic() + pause > deadline:
                     raise BucketError(
-                        f"{what}: the bucket at {self.settings.endpoint} did not answer as it should for {self.retry_s:.0f} s. "
-                        f"Last: {reason}"
+                        f"{what}: the bucket at {self.settings.endpoint} did not answer as it should for "
+                        f"{self.retry_s:.0f} s. Last: {reason}"
                     ) from error
                 log.debug("%s: %s; trying again", what, reason)
                 time.sleep(pause * random.uniform(0.5, 1.0))

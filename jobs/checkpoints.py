@@ -1,4 +1,4 @@
-"""Checkpoints in the bucket: uploaded file by file, the list of files last, so that a torn one is never resumed from."""
+"""Checkpoints in the bucket: file by file, the list of files last, so that a torn one is never resumed from."""
 
 import hashlib
 import json
@@ -13,7 +13,13 @@ from jobs.errors import ConfigError, NotFound
 
 log = logging.getLogger(__name__)
 
-NEEDED = ("trainer_state.json", "rollout_state.json", "adapter_model.safetensors", "adapter_config.json", "optimizer.pt")
+NEEDED = (
+    "trainer_state.json",
+    "rollout_state.json",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "optimizer.pt",
+)
 """Files without which TRL cannot go on where it was (transformers' Trainer, and AsyncGRPO's own rollout_state.json)."""
 COMPLETE = "complete.json"
 
@@ -79,7 +85,9 @@ def fetch(bucket: Bucket, run: str, step: int, directory: Path) -> Path:
         bucket.get_file(f"{prefix(run, step)}/{name}", target / name)
         data = (target / name).read_bytes()
         if len(data) != size or hashlib.sha256(data).hexdigest() != sha256:
-            raise ConfigError(f"checkpoint-{step} of run {run}: {name} is not what {COMPLETE} says. Resume an earlier one.")
+            raise ConfigError(
+                f"checkpoint-{step} of run {run}: {name} is not what {COMPLETE} says. Resume an earlier one."
+            )
     return target
 
 
@@ -99,7 +107,11 @@ def _incomplete(bucket: Bucket, run: str, step: int, present: set[str]) -> str |
         for name, size, sha256 in _listed(bucket, run, step):
             data = bucket.get(f"{prefix(run, step)}/{name}")
             if len(data) != size or hashlib.sha256(data).hexdigest() != sha256:
-                return f"{name} has {len(data)} bytes and not the {size} it was saved with" if len(data) != size else f"{name} has other bytes"
+                return (
+                    f"{name} has {len(data)} bytes and not the {size} it was saved with"
+                    if len(data) != size
+                    else f"{name} has other bytes"
+                )
     except NotFound as error:
         return f"{error.key.rpartition('/')[2]} is missing"
     return None

@@ -145,7 +145,9 @@ class Crew:
         if post.restart_at is None:
             why = job.status.message or job.status.stage
             if post.generation >= MAX_RESTARTS:
-                log.error("replica %d ended (%s) and was started again %d times: it stays down", index, why, MAX_RESTARTS)
+                log.error(
+                    "replica %d ended (%s) and was started again %d times: it stays down", index, why, MAX_RESTARTS
+                )
                 post.restart_at = float("inf")
                 return
             post.restart_at = now + min(RESTART_PAUSE_S * 2**post.generation, 60.0)
@@ -184,8 +186,7 @@ class Crew:
                     if job.labels and own.items() <= job.labels.items():
                         return job.id
                 status = error.response.status_code if error.response is not None else 0
-                if status and status < 500 and status != 429 or not tries_left:
+                if (status and status < 500 and status != 429) or not tries_left:
                     raise RunFailed(f"{role} {index} could not be started on flavor {plan.flavor}: {error}") from error
                 time.sleep(1.0)
         raise AssertionError("unreachable")
-

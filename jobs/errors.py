@@ -1,4 +1,4 @@
-"""The exceptions of asyncgrpo. Each message names the field, the value, the limit and the fix, for it is shown as it is."""
+"""The exceptions of asyncgrpo. A message is shown as it is: it names the field, the value, the limit and the fix."""
 
 
 class AsyncgrpoError(Exception):

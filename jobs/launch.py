@@ -1,4 +1,4 @@
-"""Starts a run on Hugging Face Jobs (or on the emulator, which answers as they do), follows it, and leaves nothing behind."""
+"""Starts a run on Hugging Face Jobs (or on the emulator, which answers as they do), follows it, leaves nothing."""
 
 import hashlib
 import json
@@ -44,6 +44,7 @@ class Site:
     poll_s: float = 10.0
 
     def hub(self) -> HfApi:
+        """A client of the Hub (or its stand-in)."""
         return HfApi(endpoint=self.endpoint, token=self.token)
 
 
@@ -57,9 +58,11 @@ class Glance:
 
 
 class Launch:
-    """One run, from its claim in the bucket to the end of its last Job. Use `with`: it cancels everything on the way out."""
+    """One run, from its claim in the bucket to its last Job's end. Use `with`: it cancels everything on the way out."""
 
-    def __init__(self, site: Site, recipe: Recipe, run: str, engine: Engine, engine_module: str | None, seed: int) -> None:
+    def __init__(
+        self, site: Site, recipe: Recipe, run: str, engine: Engine, engine_module: str | None, seed: int
+    ) -> None:
         self.site, self.recipe, self.run = site, recipe, run
         self.engine: Engine = engine
         self.engine_module = engine_module or VLLM_SERVER
@@ -103,14 +106,20 @@ class Launch:
             archive_sha256=sha256,
         )
         if not self.bucket.put_new(spec_key(self.run), spec.to_json()):
-            raise ConfigError(f"run {self.run!r} is already in the bucket {self.site.bucket.url}: choose another with --run.")
+            raise ConfigError(
+                f"run {self.run!r} is already in the bucket {self.site.bucket.url}: choose another with --run."
+            )
         lease.renew(self.bucket, self.run)
         command, volumes = self._delivery(archive, sha256)
         plans: dict[Role, JobPlan] = {
             "replica": self._plan("replica", command, volumes, [PORT + i for i in range(self.recipe.replica.engines)]),
             "trainer": self._plan("trainer", command, volumes, []),
         }
-        job_secrets = {**self.site.bucket.secrets(), "ASYNCGRPO_KEY": secrets.token_hex(32), "HF_TOKEN": self.site.token}
+        job_secrets = {
+            **self.site.bucket.secrets(),
+            "ASYNCGRPO_KEY": secrets.token_hex(32),
+            "HF_TOKEN": self.site.token,
+        }
         self._crew = Crew(self.site.hub(), self.site.namespace, self.run, self.bucket, plans, job_secrets)
         for index in range(self.recipe.replica.count):
             self._crew.start("replica", index)
@@ -160,7 +169,8 @@ class Launch:
         if progress.get("state") == "failed":
             raise RunFailed(f"the trainer failed: {progress.get('reason')}")
         if self.trainer_restarts >= MAX_TRAINER_RESTARTS:
-            raise RunFailed(f"the trainer was ended {self.trainer_restarts + 1} times, last as {job.status.message or job.status.stage}")
+            how = job.status.message or job.status.stage
+            raise RunFailed(f"the trainer was ended {self.trainer_restarts + 1} times, last as {how}")
         if not progress:
             raise RunFailed(f"the trainer ended before it began to train. Its last lines:\n{self._tail(job)}")
         log.warning("the trainer was ended (%s): starting a new attempt", job.status.message or job.status.stage)
@@ -174,7 +184,9 @@ class Launch:
             job = jobs[self.crew.job_id("replica", down[0])]
             raise RunFailed(f"no replica stays up. The last lines of replica {down[0]}:\n{self._tail(job)}")
         if elapsed_s > limit:
-            stages = ", ".join(f"{(job.labels or {}).get('asyncgrpo-role')}: {job.status.stage}" for job in jobs.values())
+            stages = ", ".join(
+                f"{(job.labels or {}).get('asyncgrpo-role')}: {job.status.stage}" for job in jobs.values()
+            )
             raise RunFailed(f"no training step within jobs.start_deadline_s = {limit} s. Jobs: {stages}")
 
     def _tail(self, job: JobInfo) -> str:

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a table that renews itself in a terminal, a line for each change elsewhere."""
+"""What the user sees while a run goes on: a table in place in a terminal, a line for each change elsewhere."""
 
 import sys
 import time
@@ -103,9 +103,13 @@ class View(Protocol):
 
     def __enter__(self) -> "View": ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
-    def show(self, glance: Glance) -> None: ...
+    def show(self, glance: Glance) -> None:
+        """Shows a look at the run."""
+        ...
 
 
 def view(stream: TextIO = sys.stderr) -> View:
@@ -125,10 +129,13 @@ class PlainView:
     def __enter__(self) -> "PlainView":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         pass
 
     def show(self, glance: Glance) -> None:
+        """Shows a look at the run."""
         now = shown(glance)
         if now.stage != self._stage and now.stage != "training":
             print(f"[{now.elapsed_s:5.1f} s] {now.stage}", file=self._stream, flush=True)
@@ -149,18 +156,24 @@ class TableView:
         self._live.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._live.__exit__(kind, error, trace)
 
     def show(self, glance: Glance) -> None:
+        """Shows a look at the run."""
         now = shown(glance)
         replicas = Table(box=None, pad_edge=False, header_style="dim")
         for column in ("replica", "state", "serves", "in flight", "tokens"):
-            replicas.add_column(column, justify="left" if column in ("replica", "state", "serves") else "right", min_width=8)
+            replicas.add_column(
+                column, justify="left" if column in ("replica", "state", "serves") else "right", min_width=8
+            )
         for row in now.replicas:
             style = "green" if row.state == "ready" else "yellow"
             replicas.add_row(row.name, Text(row.state, style), row.version, str(row.in_flight), f"{row.tokens:,}")
-        bar = ProgressBar(total=max(now.max_steps, 1), completed=now.step, width=60)
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=max(now.max_steps, 1), completed=now.step, width=60))
         self._live.update(Group(Text(f"{now.stage}   {_clock(now.elapsed_s)}", "bold"), bar, Text(line(now)), replicas))
 
 

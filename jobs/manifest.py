@@ -1,7 +1,7 @@
 """The manifest of a published adapter: what exactly a version's name stands for.
 
-It is written after the adapter's files, so whoever can read it knows that they are all there, and it is signed with the run's
-key, so a replica loads what the trainer published or nothing.
+It is written after the adapter's files, so whoever can read it knows that they are all there, and it is signed with the
+run's key, so a replica loads what the trainer published or nothing.
 """
 
 import hashlib
@@ -33,8 +33,9 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "lora_bias": (None, False),
     "trainable_token_indices": (None, [], {}),
 }
-"""Fields of adapter_config.json with the values that vLLM can serve as an adapter. There is no other path to the replicas,
-so anything else is an error. rsLoRA is fine: vLLM 0.31 reads `use_rslora` (vllm/lora/peft_helper.py) and scales by it."""
+"""Fields of adapter_config.json with the values that vLLM can serve as an adapter. There is no other path to the
+replicas, so anything else is an error. rsLoRA is fine: vLLM 0.31 reads `use_rslora` (vllm/lora/peft_helper.py) and
+scales by it."""
 
 _HEADS = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out", "word_embeddings")
 
@@ -52,7 +53,8 @@ class Manifest:
     """One version of the adapter.
 
     `strength` is an upper bound of how far the adapter moves any weight matrix (the largest over the modules of
-    |alpha/r| * ||B|| * ||A||, Frobenius norms); it is 0 for an untrained adapter, whose B is zero, and then `zero` is True.
+    |alpha/r| * ||B|| * ||A||, Frobenius norms); it is 0 for an untrained adapter, whose B is zero, and then `zero` is
+    True.
     """
 
     run: str
@@ -69,10 +71,12 @@ class Manifest:
 
     @property
     def wire_name(self) -> str:
+        """What the version is called on the wire."""
         return wire_name(self.run, self.attempt, self.version)
 
     @property
     def zero(self) -> bool:
+        """Whether the adapter changes nothing."""
         return self.strength == 0.0
 
     @property
@@ -91,9 +95,11 @@ class Manifest:
         return replace(self, signature=self._mac(key))
 
     def verify_signature(self, key: str) -> bool:
+        """Whether somebody who knows the run's key signed this very manifest."""
         return hmac.compare_digest(self.signature, self._mac(key))
 
     def to_json(self) -> bytes:
+        """What is written to the bucket."""
         return json.dumps(asdict(self), sort_keys=True).encode()
 
     @classmethod
@@ -105,7 +111,9 @@ class Manifest:
         """
         try:
             fields = json.loads(data)
-            files = {str(name): File(int(file["size"]), str(file["sha256"])) for name, file in fields.pop("files").items()}
+            files = {
+                str(name): File(int(file["size"]), str(file["sha256"])) for name, file in fields.pop("files").items()
+            }
             manifest = cls(files=files, **fields)
             if set(files) != set(FILES):
                 raise ValueError(f"files are {sorted(files)}, expected {sorted(FILES)}")
@@ -125,7 +133,9 @@ class Manifest:
             except OSError as error:
                 raise ConfigError(f"{self.wire_name}: {name} cannot be read: {error.strerror}") from error
             if len(data) != file.size or hashlib.sha256(data).hexdigest() != file.sha256:
-                raise ConfigError(f"{self.wire_name}: {name} is not what its manifest says ({len(data)} bytes of {file.size})")
+                raise ConfigError(
+                    f"{self.wire_name}: {name} is not what its manifest says ({len(data)} bytes of {file.size})"
+                )
 
     def _mac(self, key: str) -> str:
         body = replace(self, signature="", published_at=None).to_json()
@@ -142,7 +152,9 @@ def manifest_key(run: str, attempt: int, version: int) -> str:
     return f"{adapter_prefix(run, attempt, version)}/manifest.json"
 
 
-def build(directory: Path, name: WireName, base_model: str, max_rank: int | None = None, step: int | None = None) -> Manifest:
+def build(
+    directory: Path, name: WireName, base_model: str, max_rank: int | None = None, step: int | None = None
+) -> Manifest:
     """Describes the adapter that PEFT saved in `directory`, unsigned.
 
     `max_rank` is the servers' --max-lora-rank; None does not check it.
@@ -162,7 +174,7 @@ def build(directory: Path, name: WireName, base_model: str, max_rank: int | None
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"{CONFIG_FILE} in {directory} is not a JSON object: {error}") from error
     check_config(config, max_rank)
-    rank, alpha = int(config["r"]), float(config.get("lora_alpha", config["r"]))
+    rank, alpha = int(config["r"]), float(config.get("lora_alpha") or rank)
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return Manifest(
         run=name.run,
@@ -189,14 +201,14 @@ def check_config(config: Mapping[str, Any], max_rank: int | None = None) -> None
     for name, fine in _REFUSED.items():
         if config.get(name) not in fine:
             raise ConfigError(
-                f"{name} = {config[name]!r}: vLLM cannot serve this as an adapter, and without NCCL there is no other way to "
-                f"the replicas. Use {name} = {fine[-1] if fine[-1] is not None else fine[0]!r}."
+                f"{name} = {config[name]!r}: vLLM cannot serve this as an adapter, and without NCCL there is no other "
+                f"way to the replicas. Use {name} = {fine[-1] if fine[-1] is not None else fine[0]!r}."
             )
     targets = config.get("target_modules") or []
     for target in [targets] if isinstance(targets, str) else targets:
         if target.rpartition(".")[2] in _HEADS:
             raise ConfigError(
-                f"target_modules has {target!r}: vLLM cannot serve an adapter on the head or the embeddings. Leave it out."
+                f"target_modules has {target!r}: vLLM cannot serve an adapter there. Leave it out."
             )
     rank = config.get("r")
     patterns = config.get("rank_pattern") or {}

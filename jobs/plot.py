@@ -5,7 +5,8 @@ from pathlib import Path
 
 
 def reward_plot(history: Sequence[Sequence[float]], title: str, path: Path) -> Path | None:
-    """Draws (step, reward) pairs and their running mean to a PNG; None where matplotlib is not installed or there is nothing."""
+    """Draws (step, reward) pairs and their running mean to a PNG; None where matplotlib is not installed or there is
+    nothing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -15,7 +16,10 @@ def reward_plot(history: Sequence[Sequence[float]], title: str, path: Path) -> P
         return None
     steps, rewards = zip(*((int(step), float(reward)) for step, reward in history), strict=True)
     width = max(1, len(rewards) // 20)
-    means = [sum(rewards[max(0, i - width + 1) : i + 1]) / len(rewards[max(0, i - width + 1) : i + 1]) for i in range(len(rewards))]
+    means = [
+        sum(rewards[max(0, i - width + 1) : i + 1]) / len(rewards[max(0, i - width + 1) : i + 1])
+        for i in range(len(rewards))
+    ]
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

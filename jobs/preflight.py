@@ -1,17 +1,15 @@
-"""What is checked before anything is started: each check that fails says the field, its value, the limit and the fix."""
+"""What is checked before anything is started: a check that fails says the field, its value, the limit and the fix."""
 
 import ast
 import difflib
-import importlib.metadata
 import importlib.util
 from pathlib import Path
 
 from jobs.errors import ConfigError
 from jobs.manifest import RANKS, check_config
 from jobs.recipe import Recipe
+from jobs.trl_patches import check_version
 
-TRL_VERSIONS = ("1.14.2", "1.15.0", "1.16.0")
-"""TRL releases whose wire behaviour was read and tested. 1.18 moves the trainer and renames its settings."""
 INSTALL = "Install the environment with ./build.sh, or pip install -r requirements/cpu.txt (gpu.txt on GPUs)."
 
 SET_BY_US = {
@@ -47,7 +45,9 @@ def check_replicas(recipe: Recipe) -> None:
     if not functions:
         raise ConfigError("reward.functions is empty: name at least one as module:function.")
     if weights and len(weights) != len(functions):
-        raise ConfigError(f"reward.weights has {len(weights)} numbers for {len(functions)} functions: give one each, or none.")
+        raise ConfigError(
+            f"reward.weights has {len(weights)} numbers for {len(functions)} functions: give one each, or none."
+        )
 
 
 def check_adapter(recipe: Recipe) -> None:
@@ -63,8 +63,8 @@ def check_adapter(recipe: Recipe) -> None:
     if slots < staleness + 2:
         raise ConfigError(
             f"replica.vllm.max_loras = {slots}: trainer.max_staleness = {staleness} lets completions ask for "
-            f"{staleness + 1} versions while the next one is loaded, so {staleness + 2} slots are needed. Raise max_loras to "
-            f"{staleness + 2}, or lower max_staleness to {max(slots - 2, 0)}."
+            f"{staleness + 1} versions while the next one is loaded, so it takes {staleness + 2}. Raise max_loras "
+            f"to {staleness + 2}, or lower max_staleness to {max(slots - 2, 0)}."
         )
     if (kept := vllm.get("max_cpu_loras")) is not None and kept < slots:
         raise ConfigError(f"replica.vllm.max_cpu_loras = {kept}: it must be at least max_loras = {slots}.")
@@ -75,8 +75,8 @@ def check_lengths(recipe: Recipe) -> None:
     length, completion = recipe.replica.vllm.get("max_model_len"), recipe.trainer.get("max_completion_length", 2048)
     if length is not None and completion >= length:
         raise ConfigError(
-            f"trainer.max_completion_length = {completion}: with replica.vllm.max_model_len = {length} no token is left for "
-            "the prompt. Lower the one or raise the other."
+            f"trainer.max_completion_length = {completion}: with replica.vllm.max_model_len = {length} no token "
+            "is left for the prompt. Lower the one or raise the other."
         )
 
 
@@ -85,9 +85,7 @@ def check_environment() -> None:
     for package in ("torch", "vllm", "trl", "peft"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the package {package} is missing in this environment. {INSTALL}")
-    version = importlib.metadata.version("trl")
-    if version not in TRL_VERSIONS:
-        raise ConfigError(f"TRL {version} is not supported: use one of {', '.join(TRL_VERSIONS)}. {INSTALL}")
+    check_version()
 
 
 def check_trainer_fields(recipe: Recipe) -> None:
@@ -103,7 +101,8 @@ def check_trainer_fields(recipe: Recipe) -> None:
 
 
 def trainer_fields() -> set[str]:
-    """Names of the fields of `AsyncGRPOConfig`, read from the sources of TRL and transformers: importing them takes seconds."""
+    """Names of the fields of `AsyncGRPOConfig`, read from the sources of TRL and transformers: importing them takes
+    seconds."""
     sources = (
         ("trl", "experimental/async_grpo/async_grpo_config.py"),
         ("trl", "trainer/base_config.py"),

@@ -57,4 +57,5 @@ class Progress:
                 del self.history[1::2]
 
     def to_dict(self) -> dict[str, Any]:
+        """What is written to the bucket."""
         return {**self.__dict__, "history": [list(pair) for pair in self.history]}

@@ -54,7 +54,8 @@ class Lora:
 
 @dataclass(frozen=True)
 class Replica:
-    """The generation side: `count` replica Jobs with `engines` servers each; `vllm` are flags of `vllm serve` (underscores)."""
+    """The generation side: `count` replica Jobs with `engines` servers each; `vllm` are flags of `vllm serve`
+    (underscores)."""
 
     count: int = 2
     engines: int = 1
@@ -63,8 +64,8 @@ class Replica:
 
 @dataclass(frozen=True)
 class Proxy:
-    """The proxy. `ack` says when a published version is acknowledged to the trainer: durably in the bucket (`published`),
-    on the first replica, or on all of them."""
+    """The proxy. `ack` says when a published version is acknowledged to the trainer: durably in the bucket
+    (`published`), on the first replica, or on all of them."""
 
     ack: Ack = "published"
     publish_deadline_s: float = 300.0
@@ -75,8 +76,8 @@ class Proxy:
 
 @dataclass(frozen=True)
 class JobSettings:
-    """How the Jobs are started on Hugging Face Jobs. `start_deadline_s` is what a run gets until its first step: the Hub may
-    keep a Job in SCHEDULING for hours. `lease_s` is how long a replica outlives the last sign of its run."""
+    """How the Jobs are started on Hugging Face Jobs. `start_deadline_s` is what a run gets until its first step: the
+    Hub may keep a Job in SCHEDULING for hours. `lease_s` is how long a replica outlives the last sign of its run."""
 
     replica_flavor: str = "h200"
     trainer_flavor: str = "h200"
@@ -102,6 +103,7 @@ class Recipe:
     jobs: JobSettings = field(default_factory=JobSettings)
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain data, as `from_dict` reads it."""
         return asdict(self)
 
     @classmethod
@@ -139,7 +141,8 @@ def text(recipe: str) -> str:
 
 
 def load(recipe: str, config: str | None = None, overrides: Iterable[str] = ()) -> Recipe:
-    """Reads a recipe, lets the fields of the TOML file `config` replace its own, then applies `section.field=value` in order.
+    """Reads a recipe, lets the fields of the TOML file `config` replace its own, then applies `section.field=value` in
+    order.
 
     Values of overrides are TOML (`true`, `3e-3`, `[1, 2]`, `"text"`); what does not parse as such is text.
 
@@ -205,7 +208,9 @@ def _read(cls: type[T], values: Any, source: str, where: str) -> T:
     read: dict[str, Any] = {}
     for name, value in values.items():
         if name not in fields:
-            raise ConfigError(f"{source}: unknown field {where}{name}{_near(name, fields)}. Known here: {', '.join(fields)}.")
+            raise ConfigError(
+                f"{source}: unknown field {where}{name}{_near(name, fields)}. Known here: {', '.join(fields)}."
+            )
         read[name] = _value(hints[name], value, source, f"{where}{name}")
     for name, known in fields.items():
         missing = known.default is dataclasses.MISSING and known.default_factory is dataclasses.MISSING

@@ -39,6 +39,7 @@ class RunSpec:
     archive_sha256: str = ""
 
     def to_json(self) -> bytes:
+        """What is written to the bucket."""
         return json.dumps(asdict(self), sort_keys=True).encode()
 
     @classmethod

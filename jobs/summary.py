@@ -7,12 +7,45 @@ from typing import Any
 
 from jobs.spec import RunSpec
 
-FIELDS = (
-    "run recipe engine transport bucket replicas attempt steps reward_first reward_last ratio_min ratio_max staleness_mean "
-    "stale_dropped wall_s first_step_s weight_sync_s_p50 weight_sync_s_max generation_stall_s parked parked_s rollouts "
-    "rollouts_lost rollouts_redispatched affinity cold spilled replica_tokens adapters_published adapter_bytes replica_deaths "
-    "replica_rejoins trainer_resumes orphans cost_usd bottleneck advice"
-).split()
+FIELDS = [
+    "run",
+    "recipe",
+    "engine",
+    "transport",
+    "bucket",
+    "replicas",
+    "attempt",
+    "steps",
+    "reward_first",
+    "reward_last",
+    "ratio_min",
+    "ratio_max",
+    "staleness_mean",
+    "stale_dropped",
+    "wall_s",
+    "first_step_s",
+    "weight_sync_s_p50",
+    "weight_sync_s_max",
+    "generation_stall_s",
+    "parked",
+    "parked_s",
+    "rollouts",
+    "rollouts_lost",
+    "rollouts_redispatched",
+    "affinity",
+    "cold",
+    "spilled",
+    "replica_tokens",
+    "adapters_published",
+    "adapter_bytes",
+    "replica_deaths",
+    "replica_rejoins",
+    "trainer_resumes",
+    "orphans",
+    "cost_usd",
+    "bottleneck",
+    "advice",
+]
 """Every field, in the order they are printed. One that does not apply is null."""
 
 

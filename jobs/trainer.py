@@ -1,8 +1,8 @@
 """`role trainer`: the supervisor of a trainer Job.
 
-It claims the attempt, holds the socket on which TRL finds its "vLLM server", keeps the proxy running behind it, starts the
-training child (`jobs.train`), and tells the bucket how the run goes. The training child may be killed at any moment: nothing
-of it outlives the supervisor, and all that a new attempt needs is in the bucket.
+It claims the attempt, holds the socket on which TRL finds its "vLLM server", keeps the proxy running behind it, starts
+the training child (`jobs.train`), and tells the bucket how the run goes. The training child may be killed at any
+moment: nothing of it outlives the supervisor, and all that a new attempt needs is in the bucket.
 """
 
 import json
@@ -150,7 +150,9 @@ class Supervisor:
             if row.get("event") == "saved" and row["path"] not in self._saved:
                 self._saved.add(row["path"])
                 path = Path(row["path"])
-                self.uploads.call(f"checkpoint {path.name}", lambda p=path: checkpoints.upload(self.bucket, self.spec.run, p))
+                self.uploads.call(
+                    f"checkpoint {path.name}", lambda p=path: checkpoints.upload(self.bucket, self.spec.run, p)
+                )
         self._lines_read = len(lines)
 
     def _proxy_status(self) -> dict[str, Any] | None:
@@ -176,7 +178,9 @@ class Supervisor:
         assert self._proxy is not None
         recent = [start for start in self._proxy_starts if now - start < 60]
         if len(recent) >= PROXY_STARTS_PER_MINUTE:
-            raise RunFailed(f"the proxy ended {len(recent)} times within a minute, last with status {self._proxy.returncode}")
+            raise RunFailed(
+                f"the proxy ended {len(recent)} times within a minute, last with status {self._proxy.returncode}"
+            )
         log.warning("the proxy ended with status %s: starting it again on its socket", self._proxy.returncode)
         self.progress.proxy_restarts += 1
         self._start_proxy()
@@ -228,7 +232,7 @@ class Supervisor:
         }
 
     def _finish(self) -> None:
-        """Leaves in the bucket all that is worth keeping; a bucket that is away then must not hide why the run ended."""
+        """Leaves in the bucket all that is worth keeping; a bucket that is away must not hide why the run ended."""
         self._read_metrics()
         self.uploads.close(60.0)
         run = self.spec.run
@@ -261,7 +265,8 @@ class Supervisor:
 
 
 class Uploads:
-    """Writes to the bucket in a thread of its own, in order; of several writes that wait for one key, only the last is sent."""
+    """Writes to the bucket in a thread of its own, in order; of several writes that wait for one key, only the last is
+    sent."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -271,6 +276,7 @@ class Uploads:
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
 
     def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def put(self, key: str, data: bytes) -> None:

@@ -3,6 +3,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -11,7 +12,9 @@ from jobs.bucket import Bucket, BucketSettings
 from jobs.errors import BucketError, ConfigError, NotFound
 from tests.conftest import MotoBucket
 
-SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+SLOW_DOWN = (
+    b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+)
 
 
 @pytest.fixture(params=["", "/pre/fix"])
@@ -71,7 +74,9 @@ def test_a18_a_key_that_would_alias_is_refused(bucket: Bucket, key: str) -> None
         bucket.put(key, b"")
 
 
-def test_a17_more_than_a_page_of_keys_is_listed_and_deleted(moto_bucket: MotoBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a17_more_than_a_page_of_keys_is_listed_and_deleted(
+    moto_bucket: MotoBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from moto import settings
 
     monkeypatch.setattr(settings, "get_s3_default_max_keys", lambda: 40)
@@ -88,7 +93,11 @@ def test_a17_an_empty_page_that_says_there_is_more_is_not_the_end(store: str) ->
         contents = "".join(f"<Contents><Key>{key}</Key><Size>1</Size></Contents>" for key in keys)
         token = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{more}</NextContinuationToken>" if more else ""
         name = "<Name>plain</Name><EncodingType>url</EncodingType>"
-        return 200, f"<?xml version='1.0'?><ListBucketResult>{name}{contents}{token}</ListBucketResult>".encode(), "application/xml"
+        return (
+            200,
+            f"<?xml version='1.0'?><ListBucketResult>{name}{contents}{token}</ListBucketResult>".encode(),
+            "application/xml",
+        )
 
     Store.script = [page(["a"], "t1"), page([], "t2"), page(["b%2Bc"], "")]
     assert Bucket(settings(store)).list("") == ["a", "b+c"]
@@ -108,9 +117,9 @@ def test_large_files_go_in_parts(moto_bucket: MotoBucket, tmp_path: Path, monkey
 class Store(BaseHTTPRequestHandler):
     """An S3 server that fails as scripted: (status, body, content type) for each of the next requests, then 200."""
 
-    script: list[tuple[int, bytes, str]] = []
-    headers_seen: list[dict[str, str]] = []
-    paths: list[str] = []
+    script: ClassVar[list[tuple[int, bytes, str]]] = []
+    headers_seen: ClassVar[list[dict[str, str]]] = []
+    paths: ClassVar[list[str]] = []
 
     def answer(self) -> None:
         self.rfile.read(int(self.headers.get("content-length") or 0))
@@ -123,7 +132,7 @@ class Store(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    do_GET = do_PUT = do_DELETE = answer
+    do_GET = do_PUT = do_DELETE = answer  # noqa: N815
 
     def log_message(self, *_: object) -> None:
         pass
@@ -146,7 +155,9 @@ def settings(endpoint: str, url: str = "s3://plain") -> BucketSettings:
 
 
 @pytest.mark.parametrize("body, kind", [(SLOW_DOWN, "application/xml"), (b"", ""), (b"<html>busy</html>", "text/html")])
-def test_a19_throttling_is_waited_out_and_counted(store: str, body: bytes, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a19_throttling_is_waited_out_and_counted(
+    store: str, body: bytes, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bucket_module, "FIRST_PAUSE_S", 0.001)
     bucket = Bucket(settings(store))
     for call in (lambda: bucket.put("k", b"x"), lambda: bucket.get("k"), lambda: bucket.delete(["k"])):
@@ -180,7 +191,9 @@ def test_a16_no_checksum_headers_are_sent(store: str) -> None:
     bucket.put("k", b"x")
     bucket.get("k")
     for headers in Store.headers_seen:
-        assert not [name for name in headers if name.startswith(("x-amz-checksum", "x-amz-trailer", "x-amz-meta", "x-amz-sdk"))]
+        assert not [
+            name for name in headers if name.startswith(("x-amz-checksum", "x-amz-trailer", "x-amz-meta", "x-amz-sdk"))
+        ]
         assert headers.get("content-encoding") is None
 
 
@@ -189,7 +202,9 @@ def test_a16_no_checksum_headers_are_sent(store: str) -> None:
 def test_a20_custom_endpoints_are_addressed_by_path(store: str, name: str, path: str) -> None:
     bucket = Bucket(settings(store.replace("127.0.0.1", "localhost") + path, f"s3://{name}/pre"))
     bucket.put("k", b"x")
-    Store.script = [(200, b"<?xml version='1.0'?><ListBucketResult><Name>x</Name></ListBucketResult>", "application/xml")]
+    Store.script = [
+        (200, b"<?xml version='1.0'?><ListBucketResult><Name>x</Name></ListBucketResult>", "application/xml")
+    ]
     bucket.list("runs/")
     assert Store.paths[0] == f"{path}/{name}/pre/k"
     assert Store.paths[1].startswith(f"{path}/{name}?") and "prefix=pre%2Fruns%2F" in Store.paths[1]

@@ -42,7 +42,9 @@ TORN: dict[str, Callable[[Bucket], None]] = {
     "rollout_state.json is missing": lambda b: b.delete([KEY.format(150, "rollout_state.json")]),
     "optimizer.pt has 0 bytes": lambda b: b.put(KEY.format(150, "optimizer.pt"), b""),
     "adapter_model.safetensors has 3 bytes": lambda b: b.put(KEY.format(150, "adapter_model.safetensors"), b"ada"),
-    "adapter_config.json has other bytes": lambda b: b.put(KEY.format(150, "adapter_config.json"), b"ADAPTER_CONFIG.JSON AT 150"),
+    "adapter_config.json has other bytes": lambda b: b.put(
+        KEY.format(150, "adapter_config.json"), b"ADAPTER_CONFIG.JSON AT 150"
+    ),
     "never finished": lambda b: b.delete([KEY.format(150, "complete.json")]),
     "more.bin is missing": lambda b: b.delete([KEY.format(150, "sub/more.bin")]),
 }
@@ -63,7 +65,9 @@ def test_a25_resume_passes_over_a_torn_checkpoint_and_says_why(bucket: Bucket, t
 def test_a25_with_no_complete_one_there_is_no_silent_fresh_start(bucket: Bucket, tmp_path: Path) -> None:
     checkpoints.upload(bucket, "run", saved(tmp_path, 150))
     TORN["never finished"](bucket)
-    with pytest.raises(ConfigError, match=r"none of its checkpoints is complete \(checkpoint-150: its upload never finished"):
+    with pytest.raises(
+        ConfigError, match=r"none of its checkpoints is complete \(checkpoint-150: its upload never finished"
+    ):
         checkpoints.find_latest(bucket, "run")
 
 

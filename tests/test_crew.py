@@ -59,7 +59,9 @@ def test_replicas_are_started_announced_and_cancelled(emulator: Emulator, crew: 
     assert {job.status.stage for job in crew.jobs().values()} == {"CANCELED"}
 
 
-def test_a_dead_replica_is_started_again_with_a_pause_and_a_bound(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_replica_is_started_again_with_a_pause_and_a_bound(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(crew_module, "RESTART_PAUSE_S", 0.01)
     monkeypatch.setattr(crew_module, "MAX_RESTARTS", 2)
     crew = make_crew(emulator, ["python3", "-c", "raise SystemExit(3)"])
@@ -82,7 +84,9 @@ def test_another_leader_takes_over_the_newest_of_each_place(emulator: Emulator, 
     other.adopt()
     assert (other.job_id("replica", 0), other.job_id("trainer")) == (second, trainer)
     other.start("replica", 0)
-    generations = sorted(job.labels["asyncgrpo-generation"] for job in other.jobs().values() if job.labels["asyncgrpo-role"] == "replica")
+    generations = sorted(
+        job.labels["asyncgrpo-generation"] for job in other.jobs().values() if job.labels["asyncgrpo-role"] == "replica"
+    )
     assert generations == ["0", "1", "2"]
     other.cancel()
 

@@ -5,7 +5,8 @@ from jobs.errors import ConfigError
 
 
 def test_the_language() -> None:
-    spec = "kill replica[1] at step 30; preempt trainer after 60s;kill  proxy at step 3, bucket 503 5%; bucket lag 2.5s; hang replica[0] 10s at step 4; bucket away 60s at step 20"
+    spec = "kill replica[1] at step 30; preempt trainer after 60s;kill  proxy at step 3, bucket 503 5%; "
+    spec += "bucket lag 2.5s; hang replica[0] 10s at step 4; bucket away 60s at step 20"
     assert parse(spec) == Faults(
         (
             Fault("kill", "replica", 1, step=30),
@@ -20,7 +21,17 @@ def test_the_language() -> None:
     assert parse("") == parse(" ; ") == Faults()
 
 
-@pytest.mark.parametrize("spec", ["kill replica at step 3", "explode trainer after 3s", "kill trainer", "bucket 503", "lag 2s", "kill replica[x] at step 1"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "kill replica at step 3",
+        "explode trainer after 3s",
+        "kill trainer",
+        "bucket 503",
+        "lag 2s",
+        "kill replica[x] at step 1",
+    ],
+)
 def test_unknown_words_are_refused_with_the_known_ones(spec: str) -> None:
     with pytest.raises(ConfigError, match=r"is unknown; nearest: .*Known: kill replica\[N\]"):
         parse(spec)

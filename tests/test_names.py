@@ -15,12 +15,16 @@ def test_names_map_both_ways(run: str, attempt: int, version: int) -> None:
     assert parse_policy(policy_name(version)) == version
 
 
-@pytest.mark.parametrize("name", ["", "trl-policy", "trl-policy-v", "trl-policy-v0", "trl-policy-v01", "trl-policy-v1 ", "x-v1"])
+@pytest.mark.parametrize(
+    "name", ["", "trl-policy", "trl-policy-v", "trl-policy-v0", "trl-policy-v01", "trl-policy-v1 ", "x-v1"]
+)
 def test_what_is_no_policy_name(name: str) -> None:
     assert parse_policy(name) is None
 
 
-@pytest.mark.parametrize("name", ["a.1.v0", "a.0.v1", "a.1.1", "../a.1.v1", "a/b.1.v1", "A.1.v1", "a.1.v1\n", "a.01.v1"])
+@pytest.mark.parametrize(
+    "name", ["a.1.v0", "a.0.v1", "a.1.1", "../a.1.v1", "a/b.1.v1", "A.1.v1", "a.1.v1\n", "a.01.v1"]
+)
 def test_what_is_no_wire_name(name: str) -> None:
     assert parse_wire(name) is None
 

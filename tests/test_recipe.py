@@ -7,7 +7,7 @@ from jobs import recipe
 from jobs.errors import ConfigError
 from jobs.recipe import Recipe
 
-SMALL = '''
+SMALL = """
 [model]
 id = "tiny:digit"
 [dataset]
@@ -18,7 +18,7 @@ functions = ["jobs.rewards:digit"]
 alpha = 4
 [trainer]
 max_steps = 3
-'''
+"""
 
 
 @pytest.fixture
@@ -37,8 +37,10 @@ def test_built_in_recipes_are_whole_and_survive_the_bucket(name: str) -> None:
 
 def test_a_file_a_configuration_and_overrides_apply_in_this_order(small: str, tmp_path: Path) -> None:
     config = tmp_path / "more.toml"
-    config.write_text('[trainer]\nmax_steps = 4\nlearning_rate = 0.1\n[replica]\ncount = 5\n')
-    found = recipe.load(small, str(config), ["replica.count=6", "trainer.note=free text", "lora.target_modules=['q_proj']"])
+    config.write_text("[trainer]\nmax_steps = 4\nlearning_rate = 0.1\n[replica]\ncount = 5\n")
+    found = recipe.load(
+        small, str(config), ["replica.count=6", "trainer.note=free text", "lora.target_modules=['q_proj']"]
+    )
     assert found.name == "small"
     assert found.trainer == {"max_steps": 4, "learning_rate": 0.1, "note": "free text"}
     assert (found.replica.count, found.lora.alpha, found.lora.target_modules) == (6, 4.0, ["q_proj"])
@@ -71,7 +73,7 @@ def test_a_wrong_field_is_named(small: str, override: str) -> None:
 def test_what_is_no_recipe(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"recipe 'digitt' is unknown \(did you mean digit\?\)\. Known: add, digit"):
         recipe.load("digitt")
-    with pytest.raises(ConfigError, match="cannot be read: .*No such file"):
+    with pytest.raises(ConfigError, match=r"cannot be read: .*No such file"):
         recipe.load(str(tmp_path / "nothing.toml"))
     (tmp_path / "bad.toml").write_text("[model\n")
     with pytest.raises(ConfigError, match=r"bad\.toml is not TOML: .*line 1"):

@@ -6,7 +6,9 @@ from jobs.recipe import DatasetSource, Model, Recipe, Reward
 from jobs.spec import ModelRef, RunSpec
 from jobs.summary import FIELDS, summarize
 
-SPEC = RunSpec("run", Recipe("digit", Model("tiny:digit"), DatasetSource("m:f"), Reward(["m:f"])), ModelRef("hub", "m", "m"))
+SPEC = RunSpec(
+    "run", Recipe("digit", Model("tiny:digit"), DatasetSource("m:f"), Reward(["m:f"])), ModelRef("hub", "m", "m")
+)
 
 
 def test_every_field_is_there_and_null_where_it_does_not_apply() -> None:
@@ -19,7 +21,13 @@ def test_every_field_is_there_and_null_where_it_does_not_apply() -> None:
 
 def test_figures_come_from_the_rows_and_the_proxy() -> None:
     rows = [
-        {"step": step, "reward": step / 20, "ratio": 1 + step / 1000, "perf/weight_sync_s": step, "sample/staleness_mean": 2.0}
+        {
+            "step": step,
+            "reward": step / 20,
+            "ratio": 1 + step / 1000,
+            "perf/weight_sync_s": step,
+            "sample/staleness_mean": 2.0,
+        }
         for step in range(1, 21)
     ]
     rows[3]["reward"] = float("nan")
