@@ -175,8 +175,9 @@ class Gateway:
         body = Body(receive, self.body_limit_bytes)
         data: Any = None
         if scope["method"] not in _METHODS_WITHOUT_BODY or length or _is_chunked(scope["headers"]):
-            await body.first()
-            data = body.whole if body.ended else body.chunks()
+            data = await body.source()
+            if body.left:
+                return
         request = asyncio.ensure_future(self._exchange(route, scope, data, send))
         try:
             gone = asyncio.ensure_future(body.gone())
@@ -223,51 +224,47 @@ class Body:
     """The client's body, and word of its leaving. `receive` is called by one of both at a time."""
 
     def __init__(self, receive: Receive, limit_bytes: int) -> None:
-        self.whole = b""
-        self.ended = False
+        self._ended = False
         self._receive = receive
         self._limit_bytes = limit_bytes
-        self._sent = asyncio.Event()
-        self._left = asyncio.Event()
+        self._size_bytes = 0
+        self.left = False
+        self._listen = asyncio.Event()
+        self._listen.set()
 
-    async def first(self) -> None:
-        """Take what has come with the head: for most requests, all."""
+    async def source(self) -> bytes | AsyncIterator[bytes]:
+        """The body: whole if it came with the head, as for most requests, else as it comes. Raises BodyTooLarge."""
+        first = await self._take()
+        if self._ended:
+            return first
+        self._listen.clear()
+        return self._chunks(first)
+
+    async def _chunks(self, first: bytes) -> AsyncIterator[bytes]:
+        try:
+            yield first
+            while not self._ended:
+                yield await self._take()
+            if self.left:
+                raise ConnectionError("the client left in the middle of its body")
+        finally:
+            self._listen.set()
+
+    async def _take(self) -> bytes:
         message = await self._receive()
-        self._note(message)
-        self.whole = message.get("body", b"")
-
-    def _note(self, message: dict[str, Any]) -> None:
-        if message["type"] == "http.disconnect":
-            self._left.set()
-        if not message.get("more_body"):
-            self.ended = True
-            self._sent.set()
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises BodyTooLarge, and ConnectionError when the client leaves in the middle."""
-        size = len(self.whole)
-        yield self.whole
-        while not self.ended:
-            message = await self._receive()
-            self._note(message)
-            if self._left.is_set():
-                raise ConnectionError("the client left")
-            size += len(message["body"])
-            if size > self._limit_bytes:
-                raise BodyTooLarge
-            yield message["body"]
+        self.left = message["type"] == "http.disconnect"
+        self._ended = not message.get("more_body")
+        data: bytes = message.get("body", b"")
+        self._size_bytes += len(data)
+        if self._size_bytes > self._limit_bytes:
+            raise BodyTooLarge
+        return data
 
     async def gone(self) -> None:
         """Return when the client has left."""
-        if not self.ended and self.whole:
-            sent, left = asyncio.ensure_future(self._sent.wait()), asyncio.ensure_future(self._left.wait())
-            try:
-                await asyncio.wait((sent, left), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                sent.cancel()
-                left.cancel()
-        while not self._left.is_set():
-            self._note(await self._receive())
+        await self._listen.wait()
+        while not self.left:
+            await self._take()
 
 
 def _is_chunked(headers: Headers) -> bool:

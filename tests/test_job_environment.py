@@ -1,0 +1,101 @@
+import subprocess
+import sys
+
+import pytest
+
+from emulator.job_environment import Image, Places, command, environment, find_image, rewrite
+from emulator.jobs_state import parse_spec
+
+MOUNTS = {"/data": "/tmp/j/data", "/data/more": "/tmp/j/more", "/work": "/tmp/j/w"}
+
+
+@pytest.mark.parametrize(
+    ("text", "local"),
+    [
+        ("/data", "/tmp/j/data"),
+        ("/data/", "/tmp/j/data/"),
+        ("/data/x/y.py", "/tmp/j/data/x/y.py"),
+        ("/data/more/x", "/tmp/j/more/x"),
+        ("--out=/data/x", "--out=/tmp/j/data/x"),
+        ("ls /data && cat '/work/a'", "ls /tmp/j/data && cat '/tmp/j/w/a'"),
+        ("/work/a:/data", "/tmp/j/w/a:/tmp/j/data"),
+        ("/database", "/database"),
+        ("/data-2/x", "/data-2/x"),
+        ("s3://bucket/data", "s3://bucket/data"),
+        ("https://host/work/x", "https://host/work/x"),
+        ("./data", "./data"),
+        ("/srv/data/x", "/srv/data/x"),
+    ],
+)
+def test_mount_paths_are_rewritten_where_they_are_paths(text, local):
+    assert rewrite(text, MOUNTS) == local
+
+
+def spec(**fields):
+    return parse_spec({"command": ["python"], "dockerImage": "python:3.12", **fields})
+
+
+def test_nothing_of_the_host_is_in_the_environment(tmp_path, monkeypatch):
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "SOMETHING", "PYTHONPATH", "LD_PRELOAD"):
+        monkeypatch.setenv(name, "of the host")
+    made = environment(spec(), "id", Image(), Places(tmp_path), {}, {}, (), "mark")
+    assert "of the host" not in made.values()
+    assert set(made) == {
+        "PATH",
+        "LANG",
+        "HOME",
+        "TMPDIR",
+        "PWD",
+        "PYTHONUNBUFFERED",
+        "JOB_ID",
+        "ACCELERATOR",
+        "CPU_CORES",
+        "MEMORY",
+        "CUDA_VISIBLE_DEVICES",
+        "ASYNCGRPO_EMULATOR",
+    }
+    assert made["HOME"].startswith(str(tmp_path)) and made["TMPDIR"].startswith(str(tmp_path))
+
+
+def test_environment_secrets_and_what_the_hub_adds(tmp_path):
+    asked = spec(
+        environment={"A": "/data/x", "JOB_ID": "forged", "HOME": "/data"}, secrets={"S": "/data/x"}, flavor="h200x2"
+    )
+    made = environment(asked, "id", Image(), Places(tmp_path), MOUNTS, {8000: "127.0.0.1:1"}, ("2", "3"), "mark")
+    assert made["A"] == "/tmp/j/data/x"
+    assert made["S"] == "/data/x"  # a secret is nobody's path
+    assert made["HOME"] == "/tmp/j/data"
+    assert made["JOB_ID"] == "id"
+    assert (made["ACCELERATOR"], made["CPU_CORES"], made["MEMORY"]) == ("h200x2", "46", "512Gi")
+    assert made["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert made["ASYNCGRPO_BIND_8000"] == "127.0.0.1:1"
+
+
+@pytest.mark.parametrize("python", ["python", "python3", "python3.12"])
+def test_python_is_the_images_interpreter(python):
+    asked = spec(command=[python, "/work/x.py"], arguments=["--data", "/data"])
+    assert command(asked, Image("/opt/py"), MOUNTS) == ["/opt/py", "/tmp/j/w/x.py", "--data", "/tmp/j/data"]
+
+
+def test_other_programs_stay():
+    assert command(spec(command=["pythonic", "python"]), Image("/opt/py"), {}) == ["pythonic", "python"]
+
+
+def test_first_matching_image():
+    images = {"python:*": Image("a"), "vllm/vllm-openai:*": Image("b")}
+    assert find_image("vllm/vllm-openai:v0.11", images) == Image("b")
+    assert find_image("ubuntu", images) is None
+    assert find_image("ubuntu", {**images, "*": Image("c")}) == Image("c")
+
+
+def test_a_shell_in_the_job_finds_the_interpreter_with_its_packages(tmp_path):
+    places = Places(tmp_path / "job with space")
+    places.make(Image())
+    made = environment(spec(), "id", Image(), places, {}, {}, (), "mark")
+    code = "import sys, starlette; print(sys.prefix)"
+    for python in ("python", "python3"):
+        printed = subprocess.run(
+            ["/bin/sh", "-c", f"{python} -c '{code}'"], env=made, capture_output=True, text=True, timeout=20
+        )
+        assert printed.stdout.strip() == sys.prefix, printed.stderr
+    assert list(places.home.iterdir()) == []
