@@ -9,13 +9,19 @@ the text must parse under any Python 3, to be able to say that it is too old.
 import os
 import stat
 import sys
+from zipimport import zipimporter
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LOADER: zipimporter = globals()["__loader__"]
 APP_DIGEST = "@APP_DIGEST@"
 PACKAGES_DIGEST = "@PACKAGES_DIGEST@"
 MINIMUM = (3, 11)
 
 
-def cache_roots(environ):
+def cache_roots(environ: "Mapping[str, str]") -> "list[str]":
     """Return the folders to try, best first; the last one is for machines whose home cannot be written."""
     roots = []
     if environ.get("ASYNCGRPO_CACHE"):
@@ -32,7 +38,7 @@ def cache_roots(environ):
     return [os.path.abspath(root) for root in roots]
 
 
-def is_ours(folder):
+def is_ours(folder: str) -> bool:
     """Return whether `folder` is a real folder of this user that nobody else can write to."""
     try:
         found = os.lstat(folder)
@@ -41,15 +47,15 @@ def is_ours(folder):
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
-def entry(name):
+def entry(name: str) -> "bytes | None":
     """Return an entry of the archive, or None where it has no such entry."""
     try:
-        return __loader__.get_data(os.path.join(__loader__.archive, name))
+        return LOADER.get_data(os.path.join(LOADER.archive, name))
     except OSError:
         return None
 
 
-def unpack(root, name, wanted, link=None):
+def unpack(root: str, name: str, wanted: "list[str]", link: "tuple[str, str] | None" = None) -> str:
     """Return the folder root/name, made from the archive's `wanted` .tar.xz entries unless it is there already.
 
     One process makes it, under a lock, while the others that start meanwhile wait. Entries that the archive does not
@@ -83,8 +89,9 @@ def unpack(root, name, wanted, link=None):
         try:
             for payload in filter(None, map(entry, wanted)):
                 with tarfile.open(fileobj=io.BytesIO(payload), mode="r:xz") as archive:
-                    # Python 3.11.3 and older have no filters; later ones warn where none is named.
-                    archive.extractall(partial, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+                    # Python 3.11.3 and older have no filters; later ones warn where none is chosen.
+                    archive.extraction_filter = getattr(tarfile, "data_filter", None)
+                    archive.extractall(partial)
             # Not left to the first imports: Python writes no bytecode under PYTHONDONTWRITEBYTECODE. Its name for
             # the source is corrected when it is imported, and the source never changes, so neither is checked.
             command = [
@@ -108,7 +115,7 @@ def unpack(root, name, wanted, link=None):
     return folder
 
 
-def program():
+def program() -> str:
     """Return the folder of the unpacked program, unpacked now if need be."""
     tag = "cp%d%d" % sys.version_info[:2]
     compiled = "packages-%s-%s-%s.tar.xz" % (tag, sys.platform, os.uname().machine)
@@ -127,10 +134,10 @@ if sys.version_info < MINIMUM:
     sys.exit("asyncgrpo: needs Python %d.%d or newer; %s is %s." % (MINIMUM + (sys.executable, sys.version.split()[0])))
 
 folder = program()
-sys.path[:] = [folder] + [path for path in sys.path if path != __loader__.archive]
+sys.path[:] = [folder] + [path for path in sys.path if path != LOADER.archive]
 # What spawns a process looks here for the main module: it has to find the unpacked one.
 __file__ = os.path.join(folder, "asyncgrpo.py")
-__spec__ = None
+__spec__ = None  # type: ignore[assignment]
 
 from asyncgrpo import main  # noqa: E402
 

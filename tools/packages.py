@@ -26,13 +26,17 @@ MACHINE = "linux-x86_64"
 PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (34, 28, 17, 5)) + tuple(
     f"manylinux{year}_x86_64" for year in (2014, 2010, 1)
 )
-MOTO_KEPT = frozenset("cloudwatch core events iam moto_api moto_server s3 s3bucket_path sts utilities".split())
+MOTO_KEPT = frozenset(
+    {"cloudwatch", "core", "events", "iam", "moto_api", "moto_server", "s3", "s3bucket_path", "sts", "utilities"}
+)
 """What moto's S3 server imports (found by importing it); the 180 other services stay out."""
 BOTOCORE_KEPT = frozenset({"s3", "sts"})
 UNUSED_SUFFIXES = frozenset({".pyi", ".pyx", ".pxd", ".pxi", ".c", ".h", ".typed"})
 UNUSED_FOLDERS = frozenset({"test", "tests", "SelfTest"})
+LICENCE = re.compile(r"(licen[cs]e|notice|authors|copying)", re.IGNORECASE)
+"""Kept because we pass the packages on. Of the rest of a wheel's metadata only name and version are read."""
 LZMA_PRESET = 3
-"""Measured on this set: preset 6 takes twice as long and saves 6 %."""
+"""Measured on this set: preset 6 takes 2.3 times as long and saves 11 %."""
 
 Files = dict[str, bytes]
 
@@ -100,8 +104,8 @@ def read_wheel(wheel: Path) -> Files:
 
 
 def download(directory: Path, tag: str) -> list[Path]:
-    """Download the locked wheels for interpreter `tag` (such as "cp312") into `directory`; return their paths, sorted."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    """Download the locked wheels for interpreter `tag`, such as "cp312", into `directory`; return their paths."""
+    pip = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps"]
     options = ["--only-binary=:all:", "--implementation=cp", f"--python-version={tag[2]}.{tag[3:]}"]
     options += [f"--abi={abi}" for abi in (tag, "abi3", "none")] + [f"--platform={name}" for name in PLATFORMS]
     subprocess.run([*pip, *options, f"--requirement={LOCK}", f"--dest={directory}"], check=True, stdout=sys.stderr)

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# ./build.sh emulate [RECIPE] [OPTIONS]   train on this machine: 2 replicas, proxy, trainer, bucket (default: digit)
+# ./build.sh test [PYTEST OPTIONS]        all tests
+# ./build.sh check                        lint, format and types
+# ./build.sh build                        dist/asyncgrpo.pyz
+# Each does its own set-up, once: a virtual environment in .venv from requirements/cpu.txt. Needs Linux on x86_64 and
+# Python 3.11 with venv. Set-up talks on stderr; stdout and exit status are the command's own.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+bin=$root/.venv/bin
+
+say() { echo "build.sh: $*" >&2; }
+
+find_python() {
+  local name
+  for name in python3.11 python3; do
+    # A found name may still be a shim for a version that is not installed, or lack venv's parts: try it.
+    if "$name" -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+      echo "$name"
+      return
+    fi
+  done
+  say "needs Python 3.11 with venv on the PATH (Debian: python3.11 and python3.11-venv), for which requirements/cpu.txt is."
+  exit 2
+}
+
+install() {
+  local stamp=$root/.venv/installed wanted python
+  wanted=$(cat "$root/requirements/cpu.txt" "$root/tools/vllm_metadata.py" | sha256sum)
+  [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
+  say "installing requirements/cpu.txt into .venv (2 to 3 minutes, 3 GB, once)"
+  [[ -x $bin/python ]] || { python=$(find_python) && "$python" -m venv "$root/.venv"; }
+  local pip=("$bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-compile)
+  "${pip[@]}" --constraint "$root/requirements/cpu.txt" torch # with its dependencies: elsewhere it may be a CUDA build
+  "${pip[@]}" --no-deps --requirement "$root/requirements/cpu.txt"
+  "${pip[@]}" --no-deps "$("$bin/python" "$root/tools/vllm_metadata.py" "$root/build")"
+  "$bin/python" -m compileall -qq -j 0 "$root/.venv/lib" || true # some packages ship templates that are not Python
+  echo "$wanted" >"$stamp"
+}
+
+setup() { # install and build, one caller at a time
+  {
+    flock 9
+    install
+    "$bin/python" "$root/tools/make_pyz.py"
+  } >&2 9>"$root/.setup.lock"
+}
+
+command=${1:-}
+shift || true
+case $command in
+  emulate)
+    setup
+    exec "$bin/python" "$root/dist/asyncgrpo.pyz" emulate "$@"
+    ;;
+  test)
+    setup
+    cd "$root" && exec "$bin/python" -m pytest "$@"
+    ;;
+  check)
+    setup
+    cd "$root"
+    "$bin/ruff" check
+    "$bin/ruff" format --check
+    exec "$bin/mypy"
+    ;;
+  build)
+    setup
+    ls -l "$root/dist/asyncgrpo.pyz"
+    ;;
+  *)
+    sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}" >&2
+    exit 2
+    ;;
+esac
