@@ -1,0 +1,266 @@
+"""`role replica`: the supervisor of a replica Job. It starts one server per engine and keeps watch over them.
+
+The Job lives as long as all of its engines do, and as long as somebody leads the run.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from jobs import bundle, lease, model_fetch, processes
+from jobs.bucket import Bucket
+from jobs.errors import ConfigError, RunFailed
+from jobs.spec import VLLM_SERVER, RunSpec
+
+log = logging.getLogger(__name__)
+
+PORT = 8000
+"""Port of the first engine; the others count on from it."""
+GRACE_S = 8.0
+"""What engines get after SIGTERM: vLLM stops within 1 s on a CPU (measured); the Hub's grace time is 30 s."""
+KEEP_ALIVE_S = 75
+"""Idle time after which an engine closes a connection. Above any client's pool time (aiohttp's is 15 s), so that no
+request meets a connection that is being closed."""
+POLL_S = 0.2
+TAIL_LINES = 40
+GPU_SHARE = 0.9
+"""Part of a GPU's memory that its engines share; vLLM's own default for one."""
+
+WatchLease = Callable[[threading.Event, Callable[[str], None]], None]
+
+MIDDLEWARE = "jobs.middleware.ReplicaMiddleware"
+OUR_SERVER = "jobs.vllm_server"
+CPU_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",  # or the first completion takes 21 s (measured)
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the engine's worker is one more process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+"""For engines without a GPU (measured on two cores with two engines)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one engine runs: its number in the Job, what it listens on, and the GPUs it sees (none: a CPU machine)."""
+
+    engine: int
+    host: str
+    port: int
+    gpus: tuple[str, ...] = ()
+    share: int = 1
+    """Engines on the same GPU, this one included."""
+
+
+def places(engines: int, environ: Mapping[str, str], gpus: list[str], tensor_parallel: int = 1) -> list[Place]:
+    """Spreads a Job's engines over its GPUs.
+
+    Engine i listens on every interface at port 8000 + i, unless `ASYNCGRPO_BIND_<port>` = "host:port" says otherwise.
+
+    Raises:
+        ConfigError: an engine needs more GPUs than there are.
+    """
+    if gpus and tensor_parallel > len(gpus):
+        raise ConfigError(
+            f"replica.vllm.tensor_parallel_size = {tensor_parallel}: this machine has {len(gpus)} GPU(s). Choose a "
+            "larger jobs.replica_flavor."
+        )
+    groups = [tuple(gpus[i : i + tensor_parallel]) for i in range(0, len(gpus) - tensor_parallel + 1, tensor_parallel)]
+    found = []
+    for engine in range(engines):
+        host, _, port = environ.get(f"ASYNCGRPO_BIND_{PORT + engine}", f"0.0.0.0:{PORT + engine}").rpartition(":")
+        group = engine % len(groups) if groups else 0
+        share = len(range(group, engines, len(groups))) if groups else 1
+        found.append(Place(engine, host, int(port), groups[group] if groups else (), share))
+    return found
+
+
+def engine_command(spec: RunSpec, place: Place, model: str, replica: int, python: str = sys.executable) -> list[str]:
+    """The command line of one engine: vLLM's flags from the recipe, and what a replica needs on top."""
+    recipe = spec.recipe
+    flags: dict[str, Any] = {
+        "dtype": recipe.model.dtype,
+        "enable_lora": True,
+        "max_lora_rank": 16,
+        "max_loras": recipe.trainer.get("max_staleness", 4) + 2,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        **recipe.replica.vllm,
+    }
+    # Evicted adapters are read again from disk: many kept in memory are cheaper.
+    flags.setdefault("max_cpu_loras", 4 * flags["max_loras"])
+    if place.share > 1 and not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(flags):
+        flags["gpu_memory_utilization"] = round(GPU_SHARE / place.share, 3)
+    flags |= {
+        "model": model,
+        "served_model_name": spec.model.served,
+        "host": place.host,
+        "port": place.port,
+        # Engines with one seed would give the same samples to the same unseeded request.
+        "seed": spec.seed * 1000 + replica * recipe.replica.engines + place.engine,
+        "middleware": MIDDLEWARE,
+        "disable_uvicorn_access_log": True,
+    }
+    module = OUR_SERVER if spec.engine_module == VLLM_SERVER else spec.engine_module
+    return [python, "-m", module, *arguments(flags)]
+
+
+def arguments(flags: Mapping[str, Any]) -> list[str]:
+    """Flags of `vllm serve` as arguments: `a_b = 1` is --a-b 1, true is --a-b, false is --no-a-b, a list repeats."""
+    found: list[str] = []
+    for name, value in flags.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            found.append(flag)
+        elif value is False:
+            found.append(f"--no-{flag[2:]}")
+        elif isinstance(value, list):
+            found += [flag, *map(str, value)]
+        else:
+            found += [flag, str(value)]
+    return found
+
+
+def engine_environment(
+    environ: Mapping[str, str], spec: RunSpec, place: Place, replica: int, adapters: Path
+) -> dict[str, str]:
+    """The environment of one engine. On a CPU machine, what `environ` says itself wins over `CPU_ENVIRONMENT`."""
+    defaults = {} if place.gpus else dict(CPU_ENVIRONMENT)
+    if spec.model.kind != "hub":
+        defaults["HF_HUB_OFFLINE"] = "1"
+    own = {
+        "PYTHONPATH": str(bundle.app_dir()),
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
+        "ASYNCGRPO_ADAPTERS": str(adapters),
+        "ASYNCGRPO_REPLICA": str(replica),
+        "ASYNCGRPO_ENGINE": spec.engine,
+    }
+    if place.gpus:
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+    return {**defaults, **environ, **own}
+
+
+def gpus(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs this Job may use: CUDA_VISIBLE_DEVICES where it is set, else all that the driver shows."""
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [device for device in visible.split(",") if device.strip()]
+    return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+def run(environ: Mapping[str, str]) -> int:
+    """Runs the replica that the environment describes until its engines or its run end.
+
+    Returns 0 when the run is over (its lease expired or was ended), 143 when SIGTERM ended the Job.
+
+    Raises:
+        RunFailed: an engine ended by itself; with the last lines of its log.
+    """
+    bucket = Bucket.from_env(environ)
+    spec = RunSpec.read(bucket, environ["ASYNCGRPO_RUN"])
+    index = int(environ.get("ASYNCGRPO_REPLICA", "0"))
+    model = model_fetch.obtain(spec.model, bucket, environ)
+    adapters = Path(tempfile.mkdtemp(prefix="asyncgrpo-adapters-", dir=environ.get("ASYNCGRPO_CACHE")))
+    tensor_parallel = int(spec.recipe.replica.vllm.get("tensor_parallel_size", 1))
+    replica = Replica()
+    for place in places(spec.recipe.replica.engines, environ, gpus(environ), tensor_parallel):
+        command = engine_command(spec, place, model, index)
+        replica.engines.append(Engine(command, engine_environment(environ, spec, place, index, adapters)))
+
+    def watch(stop: threading.Event, expired: Callable[[str], None]) -> None:
+        lease.watch(bucket, spec.run, spec.recipe.jobs.lease_s, stop, expired)
+
+    try:
+        return replica.run(watch)
+    finally:
+        shutil.rmtree(adapters, ignore_errors=True)
+
+
+@dataclass
+class Engine:
+    """One engine's process. Its output goes on to the Job's log, and its last lines are kept."""
+
+    command: list[str]
+    environment: dict[str, str]
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    process: subprocess.Popen[bytes] | None = None
+    _reader: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the process, which dies with this one even if this one is killed."""
+        parent = os.getpid()
+        self.process = subprocess.Popen(
+            self.command,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: processes.die_with_parent(parent),
+        )
+        assert self.process.stdout is not None
+        self._reader = threading.Thread(target=self._copy, args=(self.process.stdout,), daemon=True)
+        self._reader.start()
+
+    def last_words(self) -> str:
+        """The last lines that the ended process wrote."""
+        if self._reader is not None:
+            self._reader.join(1.0)
+        return "".join(self.tail).rstrip()
+
+    def _copy(self, output: IO[bytes]) -> None:
+        for line in output:
+            self.tail.append(line.decode(errors="replace"))
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+
+
+class Replica:
+    """The engines of one Job."""
+
+    def __init__(self) -> None:
+        self.engines: list[Engine] = []
+        self._term = threading.Event()
+        self._expired: str | None = None
+
+    def run(self, watch_lease: WatchLease) -> int:
+        """See `run` of this module. `watch_lease` calls back with the reason when the run is over."""
+        signal.signal(signal.SIGTERM, lambda *_: self._term.set())
+        stop = threading.Event()
+        watcher = threading.Thread(target=watch_lease, args=(stop, self._expire), name="lease", daemon=True)
+        try:
+            for engine in self.engines:
+                engine.start()
+            watcher.start()
+            return self._watch()
+        finally:
+            stop.set()
+            processes.end([engine.process for engine in self.engines if engine.process], GRACE_S)
+
+    def _expire(self, reason: str) -> None:
+        self._expired = reason
+
+    def _watch(self) -> int:
+        while True:
+            if self._term.wait(POLL_S):
+                log.info("SIGTERM: ending the engines")
+                return 128 + signal.SIGTERM
+            if self._expired is not None:
+                log.info("ending the replica: %s", self._expired)
+                return 0
+            for number, engine in enumerate(self.engines):
+                status = engine.process.poll() if engine.process else None
+                if status is not None:
+                    raise RunFailed(
+                        f"engine {number} ended with status {status}. Its last lines:\n{engine.last_words()}"
+                    )
