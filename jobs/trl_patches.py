@@ -1,0 +1,303 @@
+"""Everything that TRL needs to be told to run here: each workaround is one function with its reason.
+
+Written for TRL 1.14.2, 1.15.0 and 1.16.0, whose asynchronous GRPO lives in `trl.experimental.async_grpo`. `apply` does
+all that a recipe's run needs, in order. Nothing here imports TRL, torch or vLLM before it is called.
+"""
+
+import contextlib
+import functools
+import importlib.machinery
+import importlib.metadata
+import logging
+import multiprocessing.context
+import multiprocessing.process
+import os
+import queue
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jobs import processes
+from jobs.bundle import app_dir
+from jobs.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+SUPPORTED = ("1.14.2", "1.15.0", "1.16.0")
+KERNEL = "kernels-community/flash-attn3"
+HEALTH_POLL_S = 0.25
+"""TRL looks every 2 s whether the server is up; on average a second of the start would be spent waiting for it."""
+RETRY_DEADLINE_S = 300.0
+"""How long a call to the proxy is tried again on broken connections: many times what a restart of the proxy takes."""
+RETRY_PAUSE_S = 0.2
+STOP_GRACE_S = 2.0
+"""What the rollout process gets to end by itself: enough when it is idle. Rollouts in flight then are of no use."""
+
+
+def apply(on_cpu: bool, stopping: Callable[[], bool]) -> None:
+    """Imports TRL's asynchronous GRPO and makes it fit for a trainer beside the proxy.
+
+    `on_cpu` says that there is no GPU to train on. `stopping` says that the process has been asked to end.
+
+    Raises:
+        ConfigError: this version of TRL is not supported.
+    """
+    check_version()
+    with without_vllm():
+        import trl.experimental.async_grpo  # noqa: F401
+    use_local_attention(on_cpu)
+    if on_cpu:
+        no_peak_flops()
+    poll_health_often()
+    survive_proxy_restarts(stopping)
+    refuse_merged_sync()
+    own_rollout_process(fork=on_cpu)
+    stop_at_once()
+
+
+def check_version() -> str:
+    """Returns TRL's version.
+
+    Raises:
+        ConfigError: TRL is missing, or is a version whose internals these patches were not written for.
+    """
+    try:
+        version = importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(f"TRL is not installed here; the trainer needs trl=={SUPPORTED[-1]}.") from error
+    if version not in SUPPORTED:
+        raise ConfigError(f"trl {version} is not supported: install one of {', '.join(SUPPORTED)} (trl=={SUPPORTED[-1]}).")
+    return version
+
+
+@contextlib.contextmanager
+def without_vllm() -> Iterator[None]:
+    """While TRL is imported, stands in for the parts of vLLM that it imports for its NCCL sync.
+
+    That sync is never used here, TRL insists on the imports all the same, and importing vLLM takes the trainer 1.7 s of
+    CPU (measured) where it is installed and is impossible where it is not. TRL 1.14 to 1.16 look only at the package's
+    spec and version. What is put into sys.modules is taken out again, so that vLLM can be imported later.
+    """
+    if "vllm" in sys.modules:
+        yield
+        return
+    attributes: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": "0.30.0"},  # read where no distribution is installed; within the range of all three
+        "vllm.utils": {},
+        "vllm.utils.network_utils": {"get_ip": _no_nccl, "get_open_port": _no_nccl},
+        "vllm.distributed": {},
+        "vllm.distributed.weight_transfer": {},
+        "vllm.distributed.weight_transfer.nccl_common": {"trainer_init": _no_nccl},
+        "vllm.distributed.weight_transfer.packed_tensor": {"packed_nccl_broadcast_producer": _no_nccl},
+        "vllm.distributed.weight_transfer.nccl_engine": {
+            "NCCLTrainerSendWeightsArgs": _no_nccl,
+            "NCCLWeightTransferEngine": _no_nccl,
+        },
+    }
+    for name, values in attributes.items():
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        module.__dict__.update(values)
+        sys.modules[name] = module
+    try:
+        yield
+    finally:
+        for name in attributes:
+            sys.modules.pop(name, None)
+
+
+def _no_nccl(*_: Any, **__: Any) -> Any:
+    raise ConfigError("merged weights would go to the replicas over NCCL, which cannot reach them; train a LoRA adapter.")
+
+
+def use_local_attention(on_cpu: bool) -> None:
+    """Lets `kernels` find the FlashAttention-3 that TRL asks the Hub for in jobs/kernels, where the Hub's cannot be had.
+
+    On a CPU that is always so; with a GPU, when the Hub does not give it. `kernels` 0.13 reads LOCAL_KERNELS at the first
+    use. TRL 1.14 and 1.15 ask for it through transformers, 1.16 directly; both end there.
+
+    Raises:
+        ConfigError: the program lies at a path that LOCAL_KERNELS cannot express.
+    """
+    if KERNEL in os.environ.get("LOCAL_KERNELS", ""):
+        return
+    if not on_cpu:
+        from kernels import get_kernel
+
+        try:
+            get_kernel(KERNEL, version=1)
+            return
+        except Exception as error:  # no network, no such build, not on this mirror: kernels has no common error
+            log.warning("%s cannot be had from the Hub (%s); using torch's varlen attention", KERNEL, error)
+    path = str(app_dir() / "jobs" / "kernels" / "flash_attn3")
+    if ":" in path:
+        raise ConfigError(f"the program lies at {path!r}: a ':' there breaks LOCAL_KERNELS. Set ASYNCGRPO_CACHE elsewhere.")
+    others = os.environ.get("LOCAL_KERNELS")
+    os.environ["LOCAL_KERNELS"] = f"{KERNEL}={path}" + (f":{others}" if others else "")
+    with contextlib.suppress(ImportError, AttributeError):  # it caches what it read, at least by value
+        from kernels import utils
+
+        utils._parse_local_kernel_overrides.cache_clear()
+
+
+def no_peak_flops() -> None:
+    """Without a GPU there is no peak to compare with; TRL 1.15 on asks CUDA for the device's name all the same."""
+    from trl.experimental.async_grpo import async_grpo_trainer as module
+
+    if hasattr(module, "get_peak_flops_per_device"):
+        module.get_peak_flops_per_device = lambda *_: None
+
+
+def poll_health_often() -> None:
+    """Shortens the pause between two looks at the server's /health (see HEALTH_POLL_S)."""
+    from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+    original = VLLMClient.wait_for_server_ready
+
+    @functools.wraps(original)
+    def wait_for_server_ready(self: Any, poll_interval_s: float = HEALTH_POLL_S) -> None:
+        original(self, poll_interval_s)
+
+    VLLMClient.wait_for_server_ready = wait_for_server_ready
+
+
+def survive_proxy_restarts(stopping: Callable[[], bool]) -> None:
+    """TRL treats a broken connection during a sync as fatal; the proxy may be restarted just then.
+
+    Its calls are sent again: on our proxy a load, unload, pause or resume that is repeated has the same result.
+    """
+    from trl.experimental.async_grpo import vllm_client
+
+    vllm_client.requests = PatientRequests(vllm_client.requests, stopping)
+
+
+class PatientRequests:
+    """The `requests` module, whose `get` and `post` are sent again on a broken connection until a deadline."""
+
+    def __init__(
+        self, requests: Any, stopping: Callable[[], bool] = lambda: False, deadline_s: float = RETRY_DEADLINE_S
+    ) -> None:
+        self._requests, self._stopping, self._deadline_s = requests, stopping, deadline_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._requests, name)
+
+    def get(self, url: str, **kwargs: Any) -> Any:
+        if url.endswith("/health"):  # TRL waits for this one itself, with a deadline of its own
+            return self._requests.get(url, **kwargs)
+        return self._patiently(self._requests.get, url, kwargs)
+
+    def post(self, url: str, **kwargs: Any) -> Any:
+        return self._patiently(self._requests.post, url, kwargs)
+
+    def _patiently(self, send: Callable[..., Any], url: str, kwargs: dict[str, Any]) -> Any:
+        deadline = time.monotonic() + self._deadline_s
+        while True:
+            try:
+                return send(url, **kwargs)
+            except (self._requests.ConnectionError, self._requests.exceptions.ChunkedEncodingError) as error:
+                if self._stopping() or time.monotonic() >= deadline:
+                    raise
+                log.warning("%s: %s; sending it again", url, type(error).__name__)
+                time.sleep(RETRY_PAUSE_S)
+
+
+def refuse_merged_sync() -> None:
+    """Makes an error of TRL's fallback to syncing merged weights over NCCL, of which it only warns (TRL 1.14 to 1.16).
+
+    It falls back when the server has no LoRA or several data-parallel ranks, and for adapters that vLLM cannot load.
+    """
+    from trl.experimental.async_grpo import async_grpo_trainer as module
+
+    original = module.select_adapter_sync
+
+    @functools.wraps(original)
+    def select_adapter_sync(server_info: dict[str, Any], model: Any, args: Any) -> bool:
+        if server_info["lora_config"] is None:
+            raise ConfigError("the replicas serve no LoRA: set replica.vllm.enable_lora = true.")
+        if (ranks := server_info["parallel_config"]["data_parallel_size"]) > 1:
+            raise ConfigError(f"replica.vllm.data_parallel_size = {ranks}: must be 1; set replica.engines instead.")
+        try:
+            module.validate_lora_for_vllm_sync(model)
+        except ValueError as error:
+            raise ConfigError(f"lora: vLLM cannot serve this adapter, and merged weights cannot be sent. {error}") from error
+        return bool(original(server_info, model, args))
+
+    module.select_adapter_sync = select_adapter_sync
+    module.WeightTransferClient = _no_nccl
+
+
+def own_rollout_process(fork: bool) -> None:
+    """Makes the rollout process end with the trainer, however that ends; TRL's own outlives a killed trainer.
+
+    With `fork` it is also forked instead of spawned, which spares it the imports: 5 to 7 s of CPU (measured) that on two
+    cores delay the first step by as much. Only for a CPU: with a GPU the trainer's CUDA context must not be inherited.
+    It is forked before training begins, by a process without OpenMP threads, and uses no torch.
+    """
+    from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
+
+    original = AsyncRolloutWorker.start
+
+    @functools.wraps(original)
+    def start(self: Any) -> None:
+        self._mp_ctx = types.SimpleNamespace(Process=_ForkedRollout if fork else _SpawnedRollout)
+        original(self)
+
+    AsyncRolloutWorker.start = start
+
+
+class _TiedProcess(multiprocessing.process.BaseProcess):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._trainer = os.getpid()
+
+    def run(self) -> None:
+        processes.die_with_parent(self._trainer)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits the trainer's handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the trainer ends this process
+        super().run()
+
+
+class _ForkedRollout(_TiedProcess, multiprocessing.context.ForkProcess):
+    pass
+
+
+class _SpawnedRollout(_TiedProcess, multiprocessing.context.SpawnProcess):
+    pass
+
+
+def stop_at_once() -> None:
+    """Ends the rollout process when training ends, without TRL's wait of 15 s.
+
+    It cannot end while its queues are full, and it waits for completions in flight that nobody will train on. So the
+    queues are drained meanwhile, and after STOP_GRACE_S it is terminated; the proxy sees its connections close.
+    """
+    from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
+
+    original = AsyncRolloutWorker.stop
+
+    @functools.wraps(original)
+    def stop(self: Any) -> None:
+        process = self._process
+        if process is not None and process._popen is not None:
+            self._stop_event_mp.set()
+            deadline = time.monotonic() + STOP_GRACE_S
+            while process.is_alive() and time.monotonic() < deadline:
+                for each in (self.rollout_buffer, self.metrics_queue):
+                    _drain(each)
+                process.join(0.05)
+            if process.is_alive():
+                process.terminate()
+        original(self)
+
+    AsyncRolloutWorker.stop = stop
+
+
+def _drain(messages: Any) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            messages.get_nowait()
