@@ -1,67 +1,58 @@
-"""The crew: the Jobs of a run. Starts them through huggingface_hub, and starts a dead replica again."""
+"""The crew: the Jobs of a run. Starts them through huggingface_hub, starts a dead replica again, and ends them all."""
 
 import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
 
 from huggingface_hub import HfApi, JobInfo
-from huggingface_hub.errors import HfHubHTTPError
 
+from jobs import hub as hub_calls
+from jobs import labels
 from jobs.bucket import Bucket
 from jobs.errors import RunFailed
+from jobs.roster import JobPlan, Role, Roster
 
 log = logging.getLogger(__name__)
 
-Role = Literal["replica", "trainer"]
+__all__ = ["PORT", "TERMINAL", "Crew", "JobPlan", "Role"]
 
 PORT = 8000
 """Port of a replica's first engine; the others count on from it."""
 MAX_RESTARTS = 5
-"""How often one replica is started again before the run goes on without it."""
+"""How often in a row one replica is started again before the run goes on without it."""
+STEADY_S = 600.0
+"""A replica that ran this long before it ended was well: its restarts are counted anew. Ten times a slow start."""
 RESTART_PAUSE_S = 1.0
 """Pause before the first restart of a replica; doubles with each, up to a minute."""
 CREATE_TRIES = 3
+SETTLE_LOOKS, SETTLE_PAUSE_S = 3, 1.0
+"""How often, and how far apart, a Job is looked for whose creation was not answered: it may appear a little later."""
+CANCEL_PAUSE_S = 0.5
+CANCEL_PATIENCE_S = 120.0
+"""How long Jobs are cancelled again before the user is told to do it: longer than a Hub that is away for a minute."""
 TERMINAL = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 """Stages that a Job never leaves (huggingface_hub.JobStage)."""
 
 
-@dataclass(frozen=True)
-class JobPlan:
-    """All that a Job of the run is started with, secrets apart."""
-
-    image: str
-    command: list[str]
-    flavor: str
-    environment: dict[str, str]
-    timeout_s: int
-    volumes: list[Any] = field(default_factory=list)
-    ports: list[int] = field(default_factory=list)
-
-
 @dataclass
 class _Post:
-    """One place of the crew: the Job that holds it and how often it was filled."""
+    """One place of the crew: the Job that holds it, how often it was filled, and how often in a row it fell empty."""
 
     job_id: str
     generation: int
+    failures: int = 0
     restart_at: float | None = None
-
-
-def labels(run: str, role: Role, index: int, generation: int) -> dict[str, str]:
-    """Labels by which any machine finds a run's Jobs again; [A-Za-z0-9_-], at most 100 characters each (Hub's rule)."""
-    return {
-        "asyncgrpo-run": run,
-        "asyncgrpo-role": role,
-        "asyncgrpo-index": str(index),
-        "asyncgrpo-generation": str(generation),
-    }
+    leaving: bool = False
+    dismissed: bool = False
 
 
 class Crew:
-    """Starts, watches, restarts and cancels the Jobs of one run. Not thread-safe: one thread leads."""
+    """Starts, watches, restarts and cancels the Jobs of one run. Not thread-safe: one thread leads.
+
+    `initiator` is the id of the user who starts the Jobs, if it is known: Jobs of others are never taken for the run's.
+    """
 
     def __init__(
         self,
@@ -72,97 +63,169 @@ class Crew:
         plans: Mapping[Role, JobPlan],
         secrets: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
+        initiator: str | None = None,
     ) -> None:
         self._hub, self._namespace, self._run, self._bucket = hub, namespace, run, bucket
-        self._plans, self._secrets, self._clock = plans, dict(secrets), clock
+        self._plans, self._secrets, self._clock, self._initiator = plans, dict(secrets), clock, initiator
         self._posts: dict[tuple[Role, int], _Post] = {}
         self._announced: dict[int, list[str]] = {}
         self.restarts = 0
 
+    @property
+    def roster(self) -> Roster:
+        """What the run's Jobs look like."""
+        return Roster(self._run, self._hub.endpoint, self._namespace, self._initiator, self._plans)
+
     def start(self, role: Role, index: int = 0) -> str:
-        """Starts the Job for a place and returns its id. An answer that got lost does not start a second one."""
+        """Starts the Job for a place and returns its id. An answer that got lost does not start a second one.
+
+        Raises:
+            RunFailed: the Hub refused it, in the Hub's words.
+        """
         post = self._posts.get((role, index))
         generation = post.generation + 1 if post else 0
         job_id = self._create(role, index, generation)
-        self._posts[role, index] = _Post(job_id, generation)
+        self._posts[role, index] = _Post(job_id, generation, post.failures if post else 0)
         self._announced.pop(index, None) if role == "replica" else None
         return job_id
 
     def jobs(self) -> dict[str, JobInfo]:
-        """The run's Jobs by id, from one listing."""
-        found = self._hub.list_jobs(namespace=self._namespace, labels={"asyncgrpo-run": self._run})
-        return {job.id: job for job in found}
+        """The run's Jobs by id, from one listing. Jobs that only bear its labels are left out."""
+        roster = self.roster
+        found = hub_calls.list_jobs(self._hub, self._namespace, {labels.RUN: labels.label(self._run)})
+        return {job.id: job for job in found if roster.owns(job)}
 
-    def adopt(self) -> None:
-        """Takes over the Jobs that an earlier leader started: the newest generation of each place."""
-        for job in self.jobs().values():
-            own = job.labels or {}
-            role = own.get("asyncgrpo-role")
-            if role not in ("replica", "trainer"):
+    def adopt(self, jobs: Mapping[str, JobInfo] | None = None) -> None:
+        """Takes over the Jobs of an earlier leader: of each place the newest generation, a living Job first."""
+        for job in sorted((self.jobs() if jobs is None else jobs).values(), key=_age):
+            place = labels.read(job.labels)
+            if place is None:
                 continue
-            place: tuple[Role, int] = (role, int(own.get("asyncgrpo-index", 0)))  # type: ignore[assignment]
-            generation = int(own.get("asyncgrpo-generation", 0))
-            if place not in self._posts or self._posts[place].generation < generation:
-                self._posts[place] = _Post(job.id, generation)
+            key: tuple[Role, int] = (place.role, place.index)  # type: ignore[assignment]
+            if key not in self._posts or self._posts[key].generation < place.generation:
+                self._posts[key] = _Post(job.id, place.generation)
 
     def job_id(self, role: Role, index: int = 0) -> str:
         """Id of the Job that holds the place now."""
         return self._posts[role, index].job_id
+
+    def replicas(self) -> list[int]:
+        """Indexes of the replicas that are there or to be started again, those that leave included."""
+        return sorted(index for (role, index), post in self._posts.items() if role == "replica" and not post.dismissed)
 
     def given_up(self, index: int) -> bool:
         """Whether the replica ended too often to be started again."""
         return self._posts["replica", index].restart_at == float("inf")
 
     def tend(self, jobs: Mapping[str, JobInfo]) -> None:
-        """Announces replicas whose addresses are known and starts dead ones again, with back-off and a bound."""
+        """Announces replicas whose addresses are known and starts dead ones again, with back-off and a bound.
+
+        Of several Jobs for one place the newest stays: a creation that nobody answered may have made one after all.
+        """
+        self._sort_out(jobs)
         for (role, index), post in list(self._posts.items()):
-            if role != "replica":
-                continue
             job = jobs.get(post.job_id)
-            if job is None:
+            if role != "replica" or post.leaving or job is None:
                 continue
             if job.status.stage in TERMINAL:
                 self._restart_when_due(index, post, job)
             elif job.status.expose_urls and self._announced.get(index) != job.status.expose_urls:
                 self._announce(index, post.job_id, list(job.status.expose_urls))
 
-    def cancel(self) -> None:
-        """Cancels every Job of the run until two listings in a row show none alive."""
-        clean = 0
-        while clean < 2:
-            alive = [job for job in self.jobs().values() if job.status.stage not in TERMINAL]
+    def retire(self, index: int) -> None:
+        """Takes a replica out of the proxy's sight, so that it gets no new completions; it is not started again."""
+        post = self._posts["replica", index]
+        if not post.leaving:
+            self._bucket.delete([_record_key(self._run, index)])
+            self._announced.pop(index, None)
+            post.leaving = True
+
+    def dismiss(self, index: int) -> None:
+        """Cancels a retired replica."""
+        post = self._posts["replica", index]
+        self._cancel(post.job_id)
+        post.dismissed = post.leaving = True
+
+    def cancel(self, role: Role | None = None, patience_s: float = CANCEL_PATIENCE_S) -> None:
+        """Cancels every Job of the run (of `role`, if given) until two listings in a row show none alive.
+
+        Raises:
+            RunFailed: some are still alive after `patience_s`, or the Hub does not answer; names the Jobs and the fix.
+        """
+        deadline, clean = self._clock() + patience_s, 0
+        fix = f"They cost money. Try again: asyncgrpo stop {self._run}"
+        while True:
+            try:
+                jobs = self.jobs().values()
+            except hub_calls.UNSURE as error:
+                raise RunFailed(
+                    f"the Jobs of run {self._run} could not be listed to be cancelled: {error}. {fix}"
+                ) from error
+            alive = [
+                job
+                for job in jobs
+                if job.status.stage not in TERMINAL and role in (None, (job.labels or {})["asyncgrpo-role"])
+            ]
             clean = 0 if alive else clean + 1
+            if clean == 2:
+                return
+            if self._clock() > deadline:
+                raise RunFailed(f"Jobs that do not end: {', '.join(job.id for job in alive)}. {fix}")
             for job in alive:
-                try:
-                    self._hub.cancel_job(job_id=job.id, namespace=self._namespace)
-                except HfHubHTTPError as error:
-                    log.debug("cancel %s: %s", job.id, error)
-            if alive:
-                time.sleep(0.2)
+                self._cancel(job.id)
+            time.sleep(CANCEL_PAUSE_S)
+
+    def _cancel(self, job_id: str) -> None:
+        try:
+            self._hub.cancel_job(job_id=job_id, namespace=self._namespace)
+        except hub_calls.UNSURE as error:
+            log.debug("cancel %s: %s", job_id, error)
+
+    def _sort_out(self, jobs: Mapping[str, JobInfo]) -> None:
+        for job in jobs.values():
+            place = labels.read(job.labels)
+            post = self._posts.get((place.role, place.index)) if place else None  # type: ignore[arg-type]
+            if place is None or post is None or job.id == post.job_id or job.status.stage in TERMINAL:
+                continue
+            if place.generation > post.generation:
+                post.job_id, post.generation, post.restart_at = job.id, place.generation, None
+            else:
+                log.warning("%s %d has a second Job %s: cancelling it", place.role, place.index, job.id)
+                self._cancel(job.id)
 
     def _restart_when_due(self, index: int, post: _Post, job: JobInfo) -> None:
         now = self._clock()
         if post.restart_at is None:
+            post.failures = 1 if _ran_s(job) >= STEADY_S else post.failures + 1
             why = job.status.message or job.status.stage
-            if post.generation >= MAX_RESTARTS:
-                log.error(
-                    "replica %d ended (%s) and was started again %d times: it stays down", index, why, MAX_RESTARTS
-                )
-                post.restart_at = float("inf")
+            if not self._restart_later(index, post, why):
                 return
-            post.restart_at = now + min(RESTART_PAUSE_S * 2**post.generation, 60.0)
             log.warning("replica %d ended (%s): starting another in its place", index, why)
-        if now >= post.restart_at:
-            self.start("replica", index)
-            self.restarts += 1
+        if post.restart_at is not None and now >= post.restart_at:
+            try:
+                self.start("replica", index)
+                self.restarts += 1
+            except RunFailed as error:
+                post.failures += 1
+                self._restart_later(index, post, str(error))
+
+    def _restart_later(self, index: int, post: _Post, why: str) -> bool:
+        """Sets when the replica is started again; False if it ended too often."""
+        if post.failures > MAX_RESTARTS:
+            log.error("replica %d ended (%s) and was started again %d times: it stays down", index, why, MAX_RESTARTS)
+            post.restart_at = float("inf")
+            return False
+        post.restart_at = self._clock() + min(RESTART_PAUSE_S * 2 ** (post.failures - 1), 60.0)
+        return True
 
     def _announce(self, index: int, job_id: str, urls: list[str]) -> None:
         record = {"index": index, "job_id": job_id, "urls": urls}
-        self._bucket.put(f"runs/{self._run}/replicas/{index}.json", json.dumps(record).encode())
+        self._bucket.put(_record_key(self._run, index), json.dumps(record).encode())
         self._announced[index] = urls
 
     def _create(self, role: Role, index: int, generation: int) -> str:
-        plan, own = self._plans[role], labels(self._run, role, index, generation)
+        plan = self._plans[role]
+        own = labels.of_job(self._run, role, index, generation, time.time() + plan.timeout_s)
         environment = {**plan.environment, "ASYNCGRPO_RUN": self._run}
         if role == "replica":
             environment["ASYNCGRPO_REPLICA"] = str(index)
@@ -175,18 +238,39 @@ class Crew:
                     secrets=self._secrets,
                     flavor=plan.flavor,
                     timeout=plan.timeout_s,
+                    name=f"asyncgrpo-{labels.label(self._run)[:63]}-{role}-{index}",
                     labels=own,
                     volumes=plan.volumes or None,
                     expose=plan.ports or None,
                     namespace=self._namespace,
                 ).id
-            except HfHubHTTPError as error:
+            except hub_calls.UNSURE as error:
                 # 500s after a created Job are reported, and POST has no idempotency key: look before posting again.
-                for job in self.jobs().values():
-                    if job.labels and own.items() <= job.labels.items():
-                        return job.id
-                status = error.response.status_code if error.response is not None else 0
-                if (status and status < 500 and status != 429) or not tries_left:
+                if hub_calls.passing(error) and (found := self._find(own)):
+                    return found
+                if not hub_calls.passing(error) or not tries_left:
                     raise RunFailed(f"{role} {index} could not be started on flavor {plan.flavor}: {error}") from error
-                time.sleep(1.0)
         raise AssertionError("unreachable")
+
+    def _find(self, own: Mapping[str, str]) -> str | None:
+        """The living Job with exactly these labels, looked for several times."""
+        for _ in range(SETTLE_LOOKS):
+            time.sleep(SETTLE_PAUSE_S)
+            for job in self.jobs().values():
+                if job.labels and own.items() <= job.labels.items() and job.status.stage not in TERMINAL:
+                    return job.id
+        return None
+
+
+def _record_key(run: str, index: int) -> str:
+    return f"runs/{run}/replicas/{index}.json"
+
+
+def _age(job: JobInfo) -> tuple[bool, float]:
+    """Sorts living Jobs before dead ones, and newer before older."""
+    return job.status.stage in TERMINAL, -(job.created_at.timestamp() if job.created_at else 0.0)
+
+
+def _ran_s(job: JobInfo) -> float:
+    """Seconds for which the Job was running."""
+    return (job.finished_at - job.started_at).total_seconds() if job.started_at and job.finished_at else 0.0

@@ -118,3 +118,77 @@ def test_a_refusal_names_role_and_flavor(emulator: Emulator) -> None:
     crew._plans = {"replica": replace(crew._plans["replica"], flavor="h999")}
     with pytest.raises(RunFailed, match=r"replica 0 could not be started on flavor h999: (?s:.)*h999"):
         crew.start("replica", 0)
+
+
+class LosesSlowly(HfApi):
+    """The real client, but each creation's answer is lost, and the Job appears only while it is looked for."""
+
+    delayed: dict[str, object] | None = None
+    lists = 0
+
+    def run_job(self, **kwargs: object) -> object:  # type: ignore[override]
+        self.delayed = kwargs
+        raise httpx.ReadTimeout("no answer", request=httpx.Request("POST", "http://hub"))
+
+    def list_jobs(self, **kwargs: object) -> object:  # type: ignore[override]
+        self.lists += 1
+        if self.delayed and self.lists == 2:
+            super().run_job(**self.delayed)  # type: ignore[arg-type]
+        return super().list_jobs(**kwargs)  # type: ignore[arg-type]
+
+
+def test_a_time_out_whose_job_appears_later_starts_no_second_one(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew_module, "SETTLE_PAUSE_S", 0.05)
+    crew = make_crew(emulator, SLEEP, LosesSlowly(endpoint=emulator.endpoint, token=emulator.token))
+    job_id = crew.start("replica", 0)
+    assert list(crew.jobs()) == [job_id]
+
+
+def test_a_second_job_for_a_place_is_cancelled(emulator: Emulator, crew: Crew) -> None:
+    first = crew.start("replica", 0)
+    twin = make_crew(emulator, SLEEP)
+    second = twin.start("replica", 0)
+    crew.tend(crew.jobs())
+    stages = {job.id: job.status.stage for job in crew.jobs().values()}
+    assert stages[second] == "CANCELED" and stages[first] != "CANCELED"
+
+
+def test_jobs_that_only_bear_the_labels_are_left_alone(emulator: Emulator, crew: Crew) -> None:
+    """Labels can be copied by anybody in the namespace."""
+    own = crew.start("replica", 0)
+    hub = HfApi(endpoint=emulator.endpoint, token=emulator.token)
+    copied = {**crew.jobs()[own].labels, "asyncgrpo-generation": "7"}
+    copied.pop("name")
+    foreign = hub.run_job(
+        image="thief/image",
+        command=SLEEP,
+        labels=copied,
+        expose=[8000],
+        namespace=emulator.owner.name,
+    )
+    crew.tend(crew.jobs())
+    assert list(crew.jobs()) == [own]
+    other = make_crew(emulator, SLEEP)
+    other.adopt()
+    assert other.job_id("replica", 0) == own
+    other.tend(other.jobs())
+    assert foreign.id not in Bucket(emulator.bucket).get("runs/run/replicas/0.json").decode()
+    crew.cancel()
+    assert hub.inspect_job(job_id=foreign.id, namespace=emulator.owner.name).status.stage != "CANCELED"
+
+
+def test_a_job_of_another_user_is_not_the_runs(emulator: Emulator) -> None:
+    crew = make_crew(emulator, SLEEP)
+    crew.start("replica", 0)
+    crew._initiator = "somebody-else"
+    assert crew.jobs() == {}
+
+
+def test_cancelling_goes_on_while_the_hub_fails(emulator: Emulator, crew: Crew) -> None:
+    job_id = crew.start("replica", 0)
+    answers = iter([503, 500, 503])
+    emulator.hub.interfere = lambda method, path: next(answers, None)
+    crew.cancel()
+    assert crew.jobs()[job_id].status.stage == "CANCELED"
