@@ -33,7 +33,8 @@ QUOTA_CALLS, QUOTA_WINDOW_S = 2500, 300.0
 """The Hub's API quota: 1,000 to 2,500 calls in 5 minutes by plan."""
 
 InterruptLogs = Callable[[str, int], str | None]
-"""Called with a Job's id and the number of events sent on this connection; "end" ends the stream, "drop" breaks it."""
+"""Called with a Job's id and the number of events sent on this connection, after each: "end" ends the stream there, "drop"
+breaks it in the middle of the next line."""
 Interfere = Callable[[str, str], int | None]
 """Called with method and path *after* a request was served; a status it returns is answered instead of the truth."""
 
@@ -214,15 +215,17 @@ class Hub:
     async def _log_events(self, job: Job, tail: int | None) -> AsyncIterator[str]:
         sent = 0
         async for event in self.runner.log(job).follow(tail, self.keep_alive_s):
+            if event is None:
+                yield ": keep-alive\n\n"
+                continue
+            yield f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
+            sent += 1
             verdict = self.interrupt_logs(job.id, sent) if self.interrupt_logs else None
             if verdict == "end":
                 return
-            text = f"data: {json.dumps(event, separators=(',', ':'))}\n\n" if event else ": keep-alive\n\n"
             if verdict == "drop":
-                yield text[: len(text) // 2]
+                yield 'data: {"data":"cut'
                 raise ConnectionAbortedError("log stream dropped in the middle of a line, as asked")
-            yield text
-            sent += event is not None
 
     async def metrics(self, request: Request) -> Response:
         """What the Job uses, each second; 406 when it is over."""

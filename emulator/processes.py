@@ -81,11 +81,11 @@ class JobProcess:
         code = self._popen.returncode
         return SIGNAL_STATUS - code if code < 0 else code
 
-    def _sweep(self) -> None:
-        kill_group(self.group)
-        for pid in marked(self.job_id, "JOB_ID"):  # those that left the group
+    def _sweep(self, signum: int = signal.SIGKILL) -> None:
+        kill_group(self.group, signum)
+        for pid in marked(self.job_id, "JOB_ID"):  # also those that left the group
             try:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signum)
             except OSError:
                 continue
 
@@ -94,12 +94,16 @@ class JobProcess:
         return sorted({*in_group(self.group), *marked(self.job_id, "JOB_ID")})
 
     def send(self, signum: int) -> None:
-        """Send a signal to the whole group."""
-        if not self._ended.is_set():
-            kill_group(self.group, signum)
+        """Send a signal as a container's runtime does: SIGTERM to the first process alone, SIGKILL and others to all."""
+        if self._ended.is_set():
+            return
+        if signum == signal.SIGTERM:
+            self._popen.send_signal(signum)
+        else:
+            self._sweep(signum)
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM to the group; SIGKILL if its first process is still there after `grace_s`."""
+        """SIGTERM to the first process; SIGKILL to all if it is still there after `grace_s`."""
         self.send(signal.SIGTERM)
         try:
             await asyncio.wait_for(self._ended.wait(), grace_s)

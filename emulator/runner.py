@@ -100,7 +100,7 @@ class Runner:
         self._freed = asyncio.Event()
 
     def send(self, job: Job, signum: int) -> None:
-        """Send a signal to the Job's group, as a fault: SIGKILL is a machine that dies, SIGSTOP one that hangs."""
+        """Send a signal to the Job as a fault; see `JobProcess.send`."""
         if process := self._running[job.id].process:
             process.send(signum)
 

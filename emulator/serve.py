@@ -179,7 +179,10 @@ class Emulator:
         return self.runner.pids(self.runner.table.get(self.owner.name, job_id))
 
     def signal(self, job_id: str, signum: int) -> None:
-        """Send a signal to all of a Job, as a fault: SIGKILL is a machine that dies, SIGSTOP one that hangs."""
+        """Send a signal to a Job, as a fault: SIGKILL is a machine that dies, SIGSTOP one that hangs, SIGTERM a preemption.
+
+        SIGTERM reaches the first process alone, as in a container; the others reach all.
+        """
         job = self.runner.table.get(self.owner.name, job_id)
         self._loop.call_soon_threadsafe(self.runner.send, job, signum)
 

@@ -1,0 +1,160 @@
+"""The emulator as a whole: side by side with others, and gone without a trace whichever way it ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+
+from emulator import reaper
+from emulator.serve import DidNotStart, Emulator
+from jobs import bundle
+from jobs.bucket import Bucket, BucketSettings
+
+FOREVER = ["python", "-S", "-c", "import time; print('up'); time.sleep(600)"]
+
+
+def api_of(emulator):
+    return HfApi(endpoint=emulator.endpoint, token=emulator.token)
+
+
+def eventually(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return value
+
+
+def refuses(url):
+    where = urlsplit(url)
+    with socket.socket() as client:
+        return client.connect_ex((where.hostname, where.port)) != 0
+
+
+def test_start_is_quick_and_stop_leaves_nothing():
+    began = time.monotonic()
+    emulator = Emulator(grace_s=0.5)
+    emulator.start()
+    assert time.monotonic() - began < 2.0
+    job = api_of(emulator).run_job(image="python:3.12", command=FOREVER, expose=[8000], namespace="local")
+    eventually(lambda: len(emulator.orphans()) == 1)
+    assert emulator.pids(job.id) == emulator.orphans()
+    assert emulator.stop() == []
+    assert emulator.stop() == []
+    assert emulator.orphans() == []
+    assert reaper.marked(emulator.mark) == []
+    assert not emulator.root.exists()
+    for url in (emulator.endpoint, emulator.bucket.endpoint, job.status.expose_urls[0]):
+        assert refuses(url)
+
+
+def test_the_environment_points_clients_here(monkeypatch):
+    with Emulator() as emulator:
+        environment = emulator.environment()
+        assert set(environment) == {
+            "HF_ENDPOINT",
+            "HF_TOKEN",
+            "ASYNCGRPO_BUCKET",
+            "AWS_ENDPOINT_URL",
+            "AWS_REGION",
+            "AWS_ACCESS_KEY_ID",
+            "AWS_SECRET_ACCESS_KEY",
+        }
+        Bucket.from_env(environment).put("a", b"1")
+        code = "import huggingface_hub; print(huggingface_hub.HfApi().whoami()['name'])"
+        printed = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=30
+        )
+        assert printed.stdout.strip() == "local", printed.stderr
+
+
+def test_two_side_by_side_share_nothing():
+    with Emulator(grace_s=0.2) as one, Emulator(grace_s=0.2) as two:
+        assert one.endpoint != two.endpoint and one.token != two.token
+        job = api_of(one).run_job(image="python:3.12", command=FOREVER, namespace="local")
+        assert list(api_of(two).list_jobs(namespace="local")) == []
+        with pytest.raises(HfHubHTTPError, match="401"):
+            list(HfApi(endpoint=two.endpoint, token=one.token).list_jobs(namespace="local"))
+        eventually(lambda: one.pids(job.id))
+        assert two.orphans() == []
+        two.stop()
+        assert one.pids(job.id)
+        assert api_of(one).inspect_job(job_id=job.id, namespace="local").status.stage == "RUNNING"
+
+
+def test_a_bucket_of_ones_own_and_logs_that_stay(tmp_path):
+    with Emulator() as first:
+        with Emulator(bucket=first.bucket, logs=tmp_path / "logs") as second:
+            assert second.bucket is first.bucket and second.moto is None
+            api = api_of(second)
+            job = api.run_job(image="python:3.12", command=["echo", "kept"], namespace="local")
+            api.wait_for_job(job_id=job.id, namespace="local", poll_interval=0.02, timeout=10)
+        assert "kept" in (tmp_path / "logs" / f"{job.id}.log").read_text()
+        Bucket(first.bucket).put("a", b"1")  # the other's end did not touch it
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        emulator = Emulator(bucket=BucketSettings("s3://b", "http://127.0.0.1:1", "a", "b"), port=taken.getsockname()[1])
+        with pytest.raises(DidNotStart, match="in use"):
+            emulator.start()
+        assert not emulator.root.exists()
+
+
+HOST = """
+import sys
+from huggingface_hub import HfApi
+from emulator.serve import Emulator
+emulator = Emulator(grace_s=5)
+emulator.start()
+api = HfApi(endpoint=emulator.endpoint, token=emulator.token)
+escape = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'], start_new_session=True); print('up'); time.sleep(600)"
+stubborn = "trap '' TERM; echo up; while true; do sleep 1; done"
+for command in (["python", "-S", "-c", escape], ["/bin/sh", "-c", stubborn]):
+    job = api.run_job(image="python:3.12", command=command, expose=[8000], namespace="local")
+    for line in api.fetch_job_logs(job_id=job.id, namespace="local", follow=True):
+        break
+print(emulator.mark, emulator.root, emulator.endpoint, emulator.bucket.endpoint, job.status.expose_urls[0], flush=True)
+%s
+"""
+
+
+def start_host(then):
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST % then],
+        env={**os.environ, "PYTHONPATH": str(bundle.app_dir())},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with host.stdout:
+        mark, root, *urls = host.stdout.readline().split()
+    return host, mark, Path(root), urls
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_when_it_is_killed_nothing_remains(signum):
+    host, mark, root, urls = start_host("import time; time.sleep(600)")
+    assert len(reaper.marked(mark)) >= 4  # the bucket's server, two Jobs and what one of them sent out of its group
+    assert root.is_dir()
+    host.send_signal(signum)
+    assert host.wait(timeout=10) == -signum
+    eventually(lambda: not reaper.marked(mark), 5)
+    eventually(lambda: not root.exists(), 5)
+    for url in urls:
+        eventually(lambda url=url: refuses(url), 5)
+
+
+def test_when_its_program_ends_without_stopping_it_nothing_remains():
+    host, mark, root, urls = start_host("sys.exit(5)")
+    assert host.wait(timeout=10) == 5
+    eventually(lambda: not reaper.marked(mark), 5)
+    eventually(lambda: not root.exists(), 5)
+    assert all(refuses(url) for url in urls)

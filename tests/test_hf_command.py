@@ -1,0 +1,97 @@
+"""The real `hf` command against the stand-in, as a user types it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from emulator.serve import Emulator
+
+HF = str(Path(sys.executable).with_name("hf"))
+FOREVER = ["python", "-S", "-c", "import time; print('up'); time.sleep(600)"]
+
+
+@pytest.fixture(scope="module")
+def emulator():
+    with Emulator(grace_s=0.5) as emulator:
+        yield emulator
+
+
+@pytest.fixture
+def hf(emulator, tmp_path):
+    def hf(*words, fails=False, **variables):
+        home = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "NO_COLOR": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
+        done = subprocess.run(
+            [HF, "jobs", *words],
+            env={**home, **emulator.environment(), **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=tmp_path,
+        )
+        assert (done.returncode != 0) == fails, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return hf
+
+
+def start(hf, *words):
+    return re.search(r"id: ([0-9a-f]{24})", hf("run", "--detach", *words)).group(1)
+
+
+def test_run_follows_the_log_to_the_end(hf):
+    text = hf("run", "--secrets", "KEY=hunter2", "python:3.12", "python", "-c", "import os; print(6 * 7, os.environ['KEY'][::-1])")
+    assert "42 2retnuh" in text
+    assert "completed" in text
+
+
+def test_run_reports_a_failure(hf):
+    text = hf("run", "python:3.12", "python", "-c", "print('bad'); raise SystemExit(3)", fails=True)
+    assert "bad" in text and "exit code: 3" in text
+
+
+def test_a_job_in_all_commands(hf):
+    job = start(hf, "--label", "team=ml", "--timeout", "5m", "--expose", "8000", "python:3.12", *FOREVER)
+    assert job in hf("ps", "--format", "json", "--label", "team=ml")
+    assert job not in hf("ps", "--format", "json", "--label", "team=other")
+    info = json.loads(hf("inspect", "--format", "json", job))[0]
+    assert info["labels"]["team"] == "ml"
+    assert info["status"]["expose_urls"][0].startswith("http://127.0.0.1:")
+    assert "up" in hf("logs", job)
+    hf("labels", job, "--label", "team=research")
+    assert job in hf("ps", "--format", "json", "--label", "team=research")
+    hf("cancel", job)
+    assert "CANCELED" in hf("wait", job, fails=True)
+    assert job not in hf("ps", "--format", "json")
+    assert job in hf("ps", "-a", "--format", "json")
+
+
+def test_stats_follow_a_job_to_its_end(hf):
+    job = start(hf, "python:3.12", "python", "-S", "-c", "import time; time.sleep(2)")
+    text = hf("stats", "--follow", job) if "--follow" in hf("stats", "--help") else hf("stats", job)
+    assert "17.2GB" in text  # cpu-basic
+
+
+def test_wait_and_hardware(hf):
+    job = start(hf, "python:3.12", "true")
+    assert "COMPLETED" in hf("wait", job)
+    assert "h200x8" in hf("hardware") and "$40.00" in hf("hardware")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--flavor", "h900", "python:3.12", "true"), "flavor"),
+        (("--label", "model=Qwen/Qwen2.5-Math-1.5B", "python:3.12", "true"), "100 characters"),
+    ],
+)
+def test_refusals(hf, words, reason):
+    assert reason in hf("run", *words, fails=True)
+
+
+def test_a_wrong_token(hf):
+    assert "token" in hf("ps", fails=True, HF_TOKEN="hf_wrong")
