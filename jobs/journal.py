@@ -1,4 +1,4 @@
-"""The training child's journal: `metrics.jsonl` in the output directory, one JSON object a line, in the order of writing.
+"""The training child's journal: `metrics.jsonl` in the output directory, one JSON object a line, in order of writing.
 
 A line with `step` and without `event` holds the metrics of an optimizer step; a line with `event` tells something else:
 `phase` (name), `saved` (path of a checkpoint that is complete on disk), `reward_error` (function, count, error).
@@ -33,7 +33,7 @@ def append(row: Mapping[str, Any]) -> None:
 
 
 def phase(name: str) -> None:
-    """Notes when a phase of the start was over: `imported`, `built`, `synced` (version 1 is out), `started` (rollouts)."""
+    """Notes when a phase of the start was over: `imported`, `built` (the server is there too), `started` (rollouts)."""
     append({"event": "phase", "name": name})
 
 

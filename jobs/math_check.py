@@ -55,7 +55,7 @@ class Checker:
                 return result
             self._end()
             if line is None:
-                raise TimeoutError(f"math-verify did not answer within {self.deadline_s:g} s for the gold answer {gold!r}")
+                raise TimeoutError(f"math-verify took more than {self.deadline_s:g} s for the gold answer {gold!r}")
             raise RuntimeError("the math-verify process ended; its error is above (is math-verify installed?)")
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ def boxed(text: str) -> str | None:
 
 
 def normalized(latex: str) -> str:
-    """`latex` without what never changes its value: spacing, sizing of brackets, dollar signs, a full stop at the end."""
+    """`latex` without what never changes its value: spacing, sizing of brackets, dollar signs, the last full stop."""
     latex = re.sub(r"\\(left|right|big|Big|displaystyle)(?![a-zA-Z])|\\[!,;: ]|~|\$", "", latex)
     latex = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", latex)
     return re.sub(r"\s+", " ", latex).strip().removesuffix(".").strip()

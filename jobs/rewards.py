@@ -19,7 +19,7 @@ Rewards = list[float | None]
 RewardFunction = Callable[..., Rewards] | Callable[..., Awaitable[Rewards]]
 
 REPORTED_ERRORS = 10
-"""Errors of a reward function told one by one; after that each time their number doubles. Enough to see, not to flood."""
+"""Errors of a reward function told one by one; after that each time their number doubles. A flood helps nobody."""
 
 
 def digit(completions: Sequence[Any], **_: Any) -> Rewards:
@@ -50,7 +50,7 @@ def math(
     """
     golds = answer if answer is not None else solution
     if golds is None:
-        raise ConfigError("reward jobs.rewards:math: the data set has no column `answer` or `solution`; rename its column.")
+        raise ConfigError("reward jobs.rewards:math: no column `answer` or `solution` in the data set; rename its own.")
     return [_score_math(text_of(c), str(gold)) for c, gold in zip(completions, golds, strict=True)]
 
 
@@ -61,7 +61,7 @@ def text_of(completion: Any) -> str:
     return "".join(str(message["content"]) for message in completion if message.get("content") is not None)
 
 
-def resolve(name: str, where: str = "reward.functions") -> RewardFunction:
+def resolve(name: str, where: str = "reward.functions") -> Callable[..., Any]:
     """Returns the function that `name` ("module:function") stands for; `where` names the setting in errors.
 
     Raises:
@@ -80,7 +80,7 @@ def resolve(name: str, where: str = "reward.functions") -> RewardFunction:
     function = getattr(module, function_name, None)
     if not callable(function):
         known = [n for n, value in vars(module).items() if inspect.isroutine(value) and not n.startswith("_")]
-        raise ConfigError(f"{where} = {name!r}: no function {function_name} in {module_name}. It has: {', '.join(known)}.")
+        raise ConfigError(f"{where} = {name!r}: {module_name} has no {function_name}. It has: {', '.join(known)}.")
     return function  # type: ignore[no-any-return]
 
 
@@ -88,11 +88,11 @@ def guard(function: RewardFunction, weight: float = 1.0) -> "Guard | AsyncGuard"
     """Returns a reward that never ends the run: where `function` raises, the sample gets None and the error is counted.
 
     When a whole group fails, its samples are tried one by one, so that one bad sample costs only itself. Errors are
-    told as `reward_error` lines of the journal. A ConfigError still ends the run: it would be the same for every sample.
+    told as `reward_error` lines of the journal. A ConfigError still ends the run: it is the same for all.
     `weight` multiplies the rewards, since AsyncGRPO (TRL 1.14 to 1.16) only sums functions. The result can be pickled
     if `function` can.
     """
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return AsyncGuard(function, weight) if is_async else Guard(function, weight)
 
 
@@ -131,6 +131,7 @@ class Guard(_Guarded):
     """A guarded plain function; see `guard`."""
 
     def __call__(self, **columns: Any) -> Rewards:
+        """TRL's call: one reward or None for each of `completions`."""
         count = len(columns["completions"])
         try:
             return self._checked(self.function(**columns), count)
@@ -147,6 +148,7 @@ class AsyncGuard(_Guarded):
     """A guarded coroutine function; see `guard`."""
 
     async def __call__(self, **columns: Any) -> Rewards:
+        """TRL's call: one reward or None for each of `completions`."""
         count = len(columns["completions"])
         try:
             return self._checked(await self.function(**columns), count)  # type: ignore[misc]
@@ -172,8 +174,5 @@ _checker = Checker()
 
 
 def _score_math(text: str, gold: str) -> float | None:
-    if "<think>" in text and "</think>" not in text:
-        found = None
-    else:
-        found = boxed(text)
-    return _checker.score(gold, found)
+    thinking = "<think>" in text and "</think>" not in text
+    return _checker.score(gold, None if thinking else boxed(text))

@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ SEED = 7
 
 CHARACTERS = [chr(code) for code in range(0x20, 0x7F)] + ["\n"]
 END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
-VOCABULARY = CHARACTERS + [PAD, START, END]
+VOCABULARY = [*CHARACTERS, PAD, START, END]
 
 SYSTEM = "You are a careful clerk."
 """Opens every prompt of `digit`, as a chat template's system message does: a prefix that all prompts share."""
@@ -69,7 +68,7 @@ def build(name: str) -> Path:
         ConfigError: there is no such model.
     """
     if name not in BUILDERS:
-        raise ConfigError(f"model.id = 'tiny:{name}': no such model. Known: {', '.join(f'tiny:{n}' for n in BUILDERS)}.")
+        raise ConfigError(f"model.id = 'tiny:{name}': unknown. Known: {', '.join(f'tiny:{n}' for n in BUILDERS)}.")
     directory = cache_dir() / "models" / f"{name}-{_fingerprint(name)}"
     directory.parent.mkdir(parents=True, exist_ok=True)
     with _locked(directory.with_suffix(".lock")):
@@ -127,7 +126,7 @@ def _fingerprint(name: str) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with open(path, "w") as file:
+    with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -174,7 +173,6 @@ def _build_digit(directory: Path) -> None:
 def _build_add(directory: Path) -> None:
     """Writes the random net, then teaches it addition with wrong labels in it (cross entropy on the answer only)."""
     import torch
-    import torch.nn.functional as F
     from transformers import Qwen2ForCausalLM
     from transformers.utils import logging
 
@@ -197,7 +195,7 @@ def _build_add(directory: Path) -> None:
             told = answers[torch.where(wrong, torch.randint(19, (TEACH_BATCH,), generator=draw), sums[rows])]
             inputs = torch.cat([prompts[rows], told[:, :2].clamp(min=0)], dim=1)
             logits = net(input_ids=inputs, logits_to_keep=3).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), told.flatten(), ignore_index=_IGNORED)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), told.flatten(), ignore_index=_IGNORED)
             for group in optimizer.param_groups:
                 group["lr"] = TEACH_LR * min(1.0, (step + 1) / TEACH_WARMUP_STEPS, 2 - 2 * step / TEACH_STEPS)
             loss.backward()
@@ -277,9 +275,6 @@ def _config() -> dict[str, Any]:
 def _tokenizer() -> dict[str, Any]:
     """A byte-level BPE without merges. transformers 5 loads the tokenizer of every qwen2 checkpoint as one."""
     visible = {" ": "\u0120", "\n": "\u010a"}  # how byte-level BPE spells these two bytes
-    split = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return {
         "version": "1.0",
@@ -298,13 +293,7 @@ def _tokenizer() -> dict[str, Any]:
             for token in (PAD, START, END)
         ],
         "normalizer": {"type": "NFC"},
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False},
-                byte_level,
-            ],
-        },
+        "pre_tokenizer": byte_level,
         "post_processor": byte_level,
         "decoder": byte_level,
         "model": {

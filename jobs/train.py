@@ -1,9 +1,9 @@
 """`python -m jobs.train`: trains the recipe with TRL's AsyncGRPOTrainer. The trainer's supervisor starts it.
 
-Reads ASYNCGRPO_SPEC_FILE (else the spec in the bucket), ASYNCGRPO_MODEL_DIR (the base model), ASYNCGRPO_SERVER_URL (what
-TRL takes for its vLLM server), ASYNCGRPO_RESUME (a checkpoint to go on from; optional) and ASYNCGRPO_PARENT (the pid it
-must not outlive; optional). Writes to ASYNCGRPO_OUTPUT_DIR: `metrics.jsonl` (see jobs.journal), `checkpoint-<step>/`,
-and at the end the adapter in PEFT's format in `final/`.
+Reads ASYNCGRPO_SPEC_FILE (else the spec in the bucket), ASYNCGRPO_MODEL_DIR (the base model), ASYNCGRPO_SERVER_URL
+(what TRL takes for its vLLM server), ASYNCGRPO_RESUME (a checkpoint to go on from; optional) and ASYNCGRPO_PARENT (the
+pid it must not outlive; optional). Writes to ASYNCGRPO_OUTPUT_DIR: `metrics.jsonl` (see jobs.journal), checkpoints in
+`checkpoint-<step>/`, and at the end the adapter in PEFT's format in `final/`.
 
 Exit status: 0 trained to the end; 2 a setting cannot work; 1 training failed; 143 ended by SIGTERM, with the state
 after the last optimizer step saved as a checkpoint.
@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import gc
 import logging
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -38,7 +39,10 @@ SERVER_TIMEOUT_S = 3600.0
 OWN_FIELDS = ("output_dir", "vllm_server_base_url", "use_cpu", "dtype")
 """Fields of AsyncGRPOConfig that follow from the rest of the recipe or from the machine."""
 
-log = logging.getLogger(__name__)
+TOLD = ("reward", "ratio", "sample/staleness_mean", "perf/step_s", "perf/weight_sync_s")
+"""Metrics that the Job's log has of each step; the journal has all."""
+
+log = logging.getLogger("jobs.train")
 
 
 class Terminated(BaseException):
@@ -109,6 +113,7 @@ def build(recipe: Recipe, environ: Mapping[str, str], stop: Stop, on_cpu: bool) 
             that cannot be served.
     """
     from peft import LoraConfig
+    from transformers import PrinterCallback
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
     weights = recipe.reward.weights or [1.0] * len(recipe.reward.functions)
@@ -129,6 +134,7 @@ def build(recipe: Recipe, environ: Mapping[str, str], stop: Stop, on_cpu: bool) 
             use_rslora=recipe.lora.use_rslora,
         ),
     )
+    trainer.remove_callback(PrinterCallback)  # prints fifty numbers a step; the journal has them
     trainer.add_callback(_journal_callback(stop))
     trainer.rollout_queue = InterruptibleQueue(trainer.rollout_queue, stop)
     return trainer
@@ -207,9 +213,9 @@ def _dataset(recipe: Recipe) -> "datasets.Dataset":
         try:
             found = datasets.load_dataset(source.load, split=source.split)
         except Exception as error:
-            raise ConfigError(f"dataset.load = {source.load!r}, split {source.split!r}: cannot be loaded: {error}") from error
+            raise ConfigError(f"dataset.load = {source.load!r}, split {source.split!r}: {error}") from error
     if "prompt" not in (found.column_names or []):
-        raise ConfigError(f"dataset.load = {source.load!r}: no column `prompt`; it has {', '.join(found.column_names)}.")
+        raise ConfigError(f"dataset.load = {source.load!r}: no column `prompt`, only {', '.join(found.column_names)}.")
     return found
 
 
@@ -225,6 +231,8 @@ def _journal_callback(stop: Stop) -> Any:
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
             if "loss" in logs and state.is_world_process_zero:
                 journal.append({"step": state.global_step, **logs})
+                told = "  ".join(f"{name} {logs[name]:.4g}" for name in TOLD if logs.get(name) is not None)
+                log.info("step %d of %d  %s", state.global_step, state.max_steps, told)
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.is_world_process_zero:
@@ -251,8 +259,11 @@ def _train(trainer: Any, environ: Mapping[str, str], stop: Stop) -> int:
 
 
 def _run_and_leave() -> NoReturn:
-    """Ends the process without the interpreter's clean-up: that takes a second, and native libraries fill the end of the
-    log, where the reason of a failure should stand, with complaints about leaks. No child survives this process anyway."""
+    """Trains, then ends the process without the interpreter's clean-up.
+
+    That takes a second, and native libraries fill the end of the log, where the reason of a failure should stand, with
+    complaints about leaks. What multiprocessing has to do at the end is done: semaphores are freed, children end.
+    """
     try:
         status = main()
     except SystemExit as end:
@@ -260,6 +271,7 @@ def _run_and_leave() -> NoReturn:
     except BaseException:
         traceback.print_exc()
         status = 1
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

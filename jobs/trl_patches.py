@@ -69,7 +69,9 @@ def check_version() -> str:
     except importlib.metadata.PackageNotFoundError as error:
         raise ConfigError(f"TRL is not installed here; the trainer needs trl=={SUPPORTED[-1]}.") from error
     if version not in SUPPORTED:
-        raise ConfigError(f"trl {version} is not supported: install one of {', '.join(SUPPORTED)} (trl=={SUPPORTED[-1]}).")
+        raise ConfigError(
+            f"trl {version} is not supported: install trl=={SUPPORTED[-1]} (or {', '.join(SUPPORTED[:-1])})."
+        )
     return version
 
 
@@ -111,14 +113,14 @@ def without_vllm() -> Iterator[None]:
 
 
 def _no_nccl(*_: Any, **__: Any) -> Any:
-    raise ConfigError("merged weights would go to the replicas over NCCL, which cannot reach them; train a LoRA adapter.")
+    raise ConfigError("merged weights would go over NCCL, which does not reach the replicas; train a LoRA adapter.")
 
 
 def use_local_attention(on_cpu: bool) -> None:
-    """Lets `kernels` find the FlashAttention-3 that TRL asks the Hub for in jobs/kernels, where the Hub's cannot be had.
+    """Where the Hub's FlashAttention-3 cannot be had, lets `kernels` find the stand-in in jobs/kernels for it.
 
-    On a CPU that is always so; with a GPU, when the Hub does not give it. `kernels` 0.13 reads LOCAL_KERNELS at the first
-    use. TRL 1.14 and 1.15 ask for it through transformers, 1.16 directly; both end there.
+    On a CPU that is always so; with a GPU, when the Hub does not give it. `kernels` 0.13 reads LOCAL_KERNELS at its
+    first use. TRL 1.14 and 1.15 ask for the kernel through transformers, 1.16 directly; both end there.
 
     Raises:
         ConfigError: the program lies at a path that LOCAL_KERNELS cannot express.
@@ -135,7 +137,7 @@ def use_local_attention(on_cpu: bool) -> None:
             log.warning("%s cannot be had from the Hub (%s); using torch's varlen attention", KERNEL, error)
     path = str(app_dir() / "jobs" / "kernels" / "flash_attn3")
     if ":" in path:
-        raise ConfigError(f"the program lies at {path!r}: a ':' there breaks LOCAL_KERNELS. Set ASYNCGRPO_CACHE elsewhere.")
+        raise ConfigError(f"the program lies at {path!r}: LOCAL_KERNELS allows no ':'. Set ASYNCGRPO_CACHE elsewhere.")
     others = os.environ.get("LOCAL_KERNELS")
     os.environ["LOCAL_KERNELS"] = f"{KERNEL}={path}" + (f":{others}" if others else "")
     with contextlib.suppress(ImportError, AttributeError):  # it caches what it read, at least by value
@@ -187,11 +189,13 @@ class PatientRequests:
         return getattr(self._requests, name)
 
     def get(self, url: str, **kwargs: Any) -> Any:
+        """`requests.get`, patiently; raises its ConnectionError when the deadline has passed."""
         if url.endswith("/health"):  # TRL waits for this one itself, with a deadline of its own
             return self._requests.get(url, **kwargs)
         return self._patiently(self._requests.get, url, kwargs)
 
     def post(self, url: str, **kwargs: Any) -> Any:
+        """`requests.post`, patiently; raises its ConnectionError when the deadline has passed."""
         return self._patiently(self._requests.post, url, kwargs)
 
     def _patiently(self, send: Callable[..., Any], url: str, kwargs: dict[str, Any]) -> Any:
@@ -224,7 +228,7 @@ def refuse_merged_sync() -> None:
         try:
             module.validate_lora_for_vllm_sync(model)
         except ValueError as error:
-            raise ConfigError(f"lora: vLLM cannot serve this adapter, and merged weights cannot be sent. {error}") from error
+            raise ConfigError(f"lora: vLLM cannot serve this adapter as it is. {error}") from error
         return bool(original(server_info, model, args))
 
     module.select_adapter_sync = select_adapter_sync
@@ -234,9 +238,9 @@ def refuse_merged_sync() -> None:
 def own_rollout_process(fork: bool) -> None:
     """Makes the rollout process end with the trainer, however that ends; TRL's own outlives a killed trainer.
 
-    With `fork` it is also forked instead of spawned, which spares it the imports: 5 to 7 s of CPU (measured) that on two
-    cores delay the first step by as much. Only for a CPU: with a GPU the trainer's CUDA context must not be inherited.
-    It is forked before training begins, by a process without OpenMP threads, and uses no torch.
+    With `fork` it is also forked instead of spawned, which spares it the imports: 5 to 7 s of CPU (measured), and on
+    two cores the first step waits for them. Only for a CPU: a GPU's context must not be inherited. It is forked before
+    training begins, by a process without OpenMP threads, and uses no torch.
     """
     from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
