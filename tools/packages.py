@@ -15,6 +15,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,8 +133,11 @@ def packed() -> dict[str, bytes]:
         with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
             partial = Path(temporary) / "packed"
             partial.mkdir()
-            for group, files in split({tag: installed(Path(temporary) / tag, tag) for tag in TAGS}).items():
-                (partial / f"packages-{group}.tar.xz").write_bytes(pack(files))
+            with ThreadPoolExecutor() as pool:  # one waits for the network and for lzma, which lets other threads run
+                found = pool.map(lambda tag: installed(Path(temporary) / tag, tag), TAGS)
+                groups = split(dict(zip(TAGS, found, strict=True)))
+                for group, content in zip(groups, pool.map(pack, groups.values()), strict=True):
+                    (partial / f"packages-{group}.tar.xz").write_bytes(content)
             partial.rename(done)
     return {path.name: path.read_bytes() for path in sorted(done.iterdir())}
 
