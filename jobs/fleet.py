@@ -1,0 +1,562 @@
+"""The fleet: which engine may answer which version, and what each engine has to do next. Pure: no I/O and no clock.
+
+Events come in as method calls with `now` (seconds of any monotonic clock); `jobs.links` makes the calls and does the
+I/O. What must hold, whatever the order of events:
+
+* An engine gets completions only in `ready`, and for a version only after it proved that version since its last boot.
+* A new version never takes an engine out of `ready`. A refusal, or the load deadline, does (until it can, or the
+  version goes).
+* A changed boot id, or a changed URL, means that everything the engine held is forgotten.
+* A wire name means one digest, for ever.
+* A version that failed is unloaded from wherever it may be; the others are untouched.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from jobs.engine import BASE, Action, Engine, EngineState, Facts, Holding, Load, Prove, Unload
+from jobs.names import parse_wire
+from jobs.version import ACTIVE, Ack, Version, VersionRefused, VersionState
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+"""Back-off of one action on one engine: doubles from the first to the longest. The bucket mount shows a new object
+after about 2.5 s, so the first tries are close together."""
+DEAD_AFTER_S = 5.0
+"""An engine that is away this long is given up, though it may come back with the same boot id: what is in flight
+there is sent elsewhere. Chosen between the longest pause of a healthy server and the shortest restart of one (16 s,
+measured on CPU)."""
+FORGIVEN_AFTER_S = 60.0
+"""A completion that fails this long after the one before starts a new count of failures. Chosen."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that others act on: `kind` is "left" (ready) or "given up" (of an engine), "retiring", "retired" or
+    "failed" (of a version)."""
+
+    kind: str
+    name: str
+
+
+class Fleet:
+    """Engines and versions of one run's attempt. `model` and `dtype` None: the first engine that answers decides."""
+
+    def __init__(
+        self,
+        run: str,
+        attempt: int,
+        ack: Ack = Ack.PUBLISHED,
+        load_deadline_s: float = 600.0,
+        model: str | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        self.run, self.attempt, self.ack, self.load_deadline_s = run, attempt, ack, load_deadline_s
+        self.model, self.dtype = model, dtype
+        self.engines: dict[str, Engine] = {}
+        self.versions: dict[str, Version] = {}
+        self.fatal: str | None = None
+        self._events: list[Event] = []
+
+    # Membership
+
+    def added(self, name: str, url: str, now: float) -> None:
+        """The replica set names this engine. A known one under another URL is a new boot."""
+        engine = self.engines.get(name)
+        if engine is None:
+            self.engines[name] = Engine(name, url, away_since=now)
+        elif engine.url != url or engine.state is EngineState.GONE:
+            self._give_up(engine)
+            engine.forget()
+            engine.url, engine.leaving = url, False
+            engine.away_since, engine.away_reason = now, None
+            self._enter(engine, EngineState.JOINING, None)
+        elif engine.leaving:
+            engine.leaving = False
+            engine.owed = self._owed(engine)
+        self._settle(now)
+
+    def removed(self, name: str, now: float) -> None:
+        """The replica set names it no longer: no new completions, gone when the last one is answered (`drained`)."""
+        if engine := self.engines.get(name):
+            engine.leaving = True
+            self._settle(now)
+
+    def drained(self, name: str, now: float) -> None:
+        """A draining engine has no completion in flight."""
+        if (engine := self.engines.get(name)) and engine.state is EngineState.DRAINING:
+            self._enter(engine, EngineState.GONE, engine.reason)
+            self._settle(now)
+
+    # What is seen of an engine
+
+    def answered(
+        self, name: str, boot_id: str, facts: Facts, inventory: Mapping[str, str], asked_at: float, now: float
+    ) -> None:
+        """The engine told its state. What happened to it after `asked_at` is newer than this answer and stays."""
+        engine = self.engines.get(name)
+        if engine is None or engine.state is EngineState.GONE:
+            return
+        if engine.away_since is not None and engine.away_since > asked_at:
+            return
+        if engine.boot_id != boot_id:
+            if engine.boot_id is not None:
+                self._give_up(engine)
+            engine.forget()
+            engine.boot_id = boot_id
+        engine.facts, engine.rejected = facts, self._objection(facts)
+        if not engine.rejected:
+            self.model, self.dtype = self.model or facts.model, self.dtype or facts.dtype
+        self._take_stock(engine, inventory, asked_at, now)
+        if not engine.reachable:
+            engine.reachable, engine.away_since, engine.away_reason = True, None, None
+            for holding in engine.holdings.values():
+                holding.since = None
+            engine.owed = self._owed(engine)
+            if engine.state is EngineState.READY:  # the poll saw the next boot before it missed the last one
+                self._enter(engine, EngineState.BACKFILLING, "started again")
+        self._settle(now)
+
+    def unreachable(self, name: str, reason: str, now: float) -> None:
+        """The engine did not tell its state."""
+        if engine := self.engines.get(name):
+            self._lost(engine, reason, now)
+            self._settle(now)
+
+    def failed(self, name: str, reason: str, now: float) -> None:
+        """A completion met a reset, a refused connection or a 5xx: no more of them before it answered the base
+        canary."""
+        if (engine := self.engines.get(name)) and engine.boot_id is not None:
+            base = engine.holding(BASE)
+            if engine.state is EngineState.READY:
+                base.failures = base.failures + 1 if now - base.changed_at < FORGIVEN_AFTER_S else 1
+                base.not_before = now + (pause_s(base.failures - 1) if base.failures > 1 else 0)
+                base.changed_at = now
+            base.proved, base.words = False, reason
+            self._lost(engine, reason, now)
+            self._settle(now)
+
+    def missing(self, name: str, wire: str, now: float) -> None:
+        """The engine answered 404 for a version it was thought to hold."""
+        if (engine := self.engines.get(name)) and (holding := engine.holdings.get(wire)):
+            holding.held = holding.proved = False
+            holding.since = holding.changed_at = now
+            self._settle(now)
+
+    # What an engine has to do
+
+    def take(self, name: str, now: float) -> Action | None:
+        """The next action for an engine, which counts as begun; None when there is nothing to do now.
+
+        Order: the base canary; then versions that completions wait for and no engine serves; then the newest first,
+        since that is what a sync and most completions wait for, and an engine that is backfilled serves nothing
+        before it has all of them anyway. Unloads come last, unless every adapter slot is taken.
+        """
+        engine = self.engines[name]
+        if engine.busy or not engine.answers or engine.boot_id is None or engine.facts is None:
+            return None
+        boot_id, base = engine.boot_id, engine.holding(BASE)
+        if not base.proved:
+            return self._begin(engine, Prove(name, BASE, boot_id)) if base.not_before <= now else None
+        spare = [w for w, h in engine.holdings.items() if self._unwanted(engine, w) and h.not_before <= now]
+        ours = [w for w, h in engine.holdings.items() if h.held and (w in spare or w in self.versions)]
+        if spare and len(ours) >= engine.facts.max_loras:
+            return self._begin(engine, Unload(name, spare[0], boot_id))
+        for version in sorted(self._active(), key=self._urgency):
+            holding = engine.holding(version.wire)
+            if (
+                self._wanted(engine, version)
+                and not (holding.proved or holding.permanent)
+                and holding.not_before <= now
+            ):
+                return self._begin(engine, (Prove if holding.held else Load)(name, version.wire, boot_id))
+        return self._begin(engine, Unload(name, spare[0], boot_id)) if spare else None
+
+    def still_wanted(self, action: Action) -> bool:
+        """Whether an action under way is worth waiting for."""
+        engine, version = self.engines[action.engine], self.versions.get(action.wire)
+        if engine.boot_id != action.boot_id or not engine.answers:
+            return False
+        return (
+            isinstance(action, Unload) or action.wire == BASE or (version is not None and self._wanted(engine, version))
+        )
+
+    def loaded(self, action: Load, seconds: float, now: float) -> None:
+        """The engine took the load."""
+        if holding := self._finish(action):
+            holding.held, holding.digest, holding.changed_at = True, self.versions[action.wire].digest, now
+            holding.load_s, holding.failures, holding.words = seconds, 0, None
+        self._settle(now)
+
+    def proved(self, action: Prove, now: float) -> None:
+        """The canary was right."""
+        if holding := self._finish(action):
+            holding.proved = action.wire == BASE or holding.held
+            holding.words = None
+            if action.wire != BASE or now - holding.changed_at >= FORGIVEN_AFTER_S:
+                holding.failures = 0
+            if holding.proved:
+                self.engines[action.engine].owed.discard(action.wire)
+        self._settle(now)
+
+    def unloaded(self, action: Unload, now: float) -> None:
+        """The engine holds the version no longer."""
+        if holding := self._finish(action):
+            self.engines[action.engine].holdings[action.wire] = Holding(changed_at=now, attempts=holding.attempts)
+        self._settle(now)
+
+    def lagging(self, action: Action, words: str, now: float) -> None:
+        """It did not work and may work later: tried again on this engine alone, with back-off."""
+        if holding := self._finish(action):
+            holding.words, holding.failures = words, holding.failures + 1
+            holding.not_before = now + pause_s(holding.failures)
+        self._settle(now)
+
+    def refused(self, action: Action, words: str, now: float) -> None:
+        """It can never work in this boot of the engine."""
+        if holding := self._finish(action):
+            holding.words, holding.permanent, holding.proved, holding.changed_at = words, True, False, now
+        self._settle(now)
+
+    def disproved(self, name: str, wire: str, words: str, now: float) -> None:
+        """It turned out that the engine serves something else under this name: never again in this boot."""
+        if (engine := self.engines.get(name)) and (holding := engine.holdings.get(wire)):
+            holding.words, holding.permanent, holding.proved = words, True, False
+            self._settle(now)
+
+    # Versions
+
+    def publishing(self, wire: str, digest: str, now: float) -> Version:
+        """A publish begins, or begins again. The version is returned as it stands: it may be live already.
+
+        Raises:
+            VersionRefused: the name stands for another adapter, or every adapter slot is taken by a live version.
+        """
+        version = self.versions.get(wire)
+        if version and version.digest != digest:
+            raise VersionRefused(
+                f"{wire} stands for the adapter with digest {version.digest[:12]} for ever and cannot become "
+                f"{digest[:12]}: publish new weights under a new name."
+            )
+        if version is None or version.state is VersionState.FAILED:
+            self._make_room(now)
+            order = version.order if version else len(self.versions)
+            self.versions[wire] = Version(wire, digest, order, in_flight=version.in_flight if version else 0)
+            for engine in self.engines.values():
+                if wire in engine.holdings:
+                    held = engine.holdings[wire]
+                    engine.holdings[wire] = Holding(held.held, held.digest, held.touched, attempts=held.attempts)
+                    self._check_digest(engine, wire)
+        return self.versions[wire]
+
+    def published(self, wire: str, now: float) -> None:
+        """The version is durable and valid: engines load it from now on."""
+        version = self.versions[wire]
+        if version.state is VersionState.PUBLISHING and not version.published:
+            version.published, version.deadline = True, now + self.load_deadline_s
+        self._settle(now)
+
+    def abandoned(self, wire: str, words: str, now: float) -> None:
+        """The publish failed before the version was acknowledged."""
+        if (version := self.versions[wire]).state is VersionState.PUBLISHING:
+            self._fail(version, words)
+        self._settle(now)
+
+    def recovered(self, wire: str, digest: str, state: VersionState, words: str | None = None) -> None:
+        """A version that an earlier process of this proxy published; called oldest first, before any other event."""
+        self.versions[wire] = Version(
+            wire, digest, len(self.versions), state, published=state is VersionState.LIVE, words=words, recovered=True
+        )
+
+    def retire(self, wire: str, now: float) -> bool:
+        """The trainer unloads it: it goes when no completion is under it. False if it was not live."""
+        version = self.versions.get(wire)
+        if version is None or version.state is not VersionState.LIVE:
+            return False
+        version.state = VersionState.RETIRING
+        self._events.append(Event("retiring", wire))
+        self._unowe(wire)
+        self._settle(now)
+        return True
+
+    def begin(self, wire: str, now: float) -> None:
+        """A completion under the version starts, or starts to wait. Revives a retired version."""
+        if version := self.versions.get(wire):
+            version.in_flight += 1
+            if version.in_flight == 1 and version.state in (VersionState.RETIRED, VersionState.RETIRING):
+                version.state = VersionState.RETIRING
+                self._settle(now)
+
+    def end(self, wire: str, now: float) -> None:
+        """A completion under the version is over, whatever came of it."""
+        if version := self.versions.get(wire):
+            version.in_flight -= 1
+            if version.in_flight == 0 and version.state is VersionState.RETIRING:
+                self._settle(now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        self._settle(now)
+
+    # Queries
+
+    def candidates(self, wire: str) -> list[str]:
+        """Engines that may answer a completion under the version (`BASE`: the base model)."""
+        version = self.versions.get(wire)
+        if wire != BASE and (version is None or version.state not in (VersionState.LIVE, VersionState.RETIRING)):
+            return []
+        return [engine.name for engine in self._serving(wire)]
+
+    def ready(self) -> list[Engine]:
+        """Engines in `ready`."""
+        return [engine for engine in self.engines.values() if engine.state is EngineState.READY]
+
+    def live(self) -> list[Version]:
+        """Live versions, oldest first."""
+        return sorted((v for v in self.versions.values() if v.state is VersionState.LIVE), key=lambda v: v.order)
+
+    def hopeless(self, wire: str, now: float) -> str | None:
+        """Why no completion under this version will be answered, in the engines' words; None while there is hope."""
+        version = self.versions[wire]
+        if version.state is VersionState.FAILED:
+            return version.words
+        able = [engine for engine in self.engines.values() if engine.answers]
+        unable = [e for e in able if (h := e.holdings.get(wire)) and (h.permanent or self._late(h, now))]
+        hope = any(e.away and now - (e.away_since or 0.0) < self.load_deadline_s for e in self.engines.values())
+        return self._complaints(wire, unable) if able and len(unable) == len(able) and not hope else None
+
+    @property
+    def generation_stall_s(self) -> float:
+        """Seconds in which a ready engine got nothing because it could not serve a new version, summed over the
+        engines.
+
+        0 by construction while syncs go well: neither a publish nor a load takes an engine out of `ready`."""
+        return sum(engine.stall_s for engine in self.engines.values())
+
+    def drain_events(self) -> list[Event]:
+        """What happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    # Rules about engines
+
+    def _objection(self, facts: Facts) -> str | None:
+        for field, ours, theirs in (("model", self.model, facts.model), ("dtype", self.dtype, facts.dtype)):
+            if ours is not None and ours != theirs:
+                return f"its {field} is {theirs!r} and the run's is {ours!r}: start this replica with the run's {field}"
+        return None
+
+    def _owed(self, engine: Engine) -> set[str]:
+        proved = {wire for wire, holding in engine.holdings.items() if holding.proved}
+        return {version.wire for version in self.live()} - proved
+
+    def _unowe(self, wire: str) -> None:
+        for engine in self.engines.values():
+            engine.owed.discard(wire)
+
+    def _take_stock(self, engine: Engine, inventory: Mapping[str, str], asked_at: float, now: float) -> None:
+        """Brings what is thought to be held in line with what the engine says it holds."""
+        busy = engine.busy.wire if engine.busy else None
+        for wire, digest in inventory.items():
+            holding = engine.holding(wire)
+            if wire != busy and holding.changed_at <= asked_at:
+                holding.held, holding.touched, holding.digest = True, True, digest
+                self._check_digest(engine, wire)
+        for wire, holding in engine.holdings.items():
+            if wire not in inventory and holding.held and wire != busy and holding.changed_at <= asked_at:
+                holding.held = holding.proved = False
+                holding.since = now
+
+    def _check_digest(self, engine: Engine, wire: str) -> None:
+        holding, version = engine.holdings[wire], self.versions.get(wire)
+        if holding.held and version and holding.digest != version.digest:
+            holding.permanent, holding.proved = True, False
+            holding.words = (
+                f"holds digest {(holding.digest or '')[:12]} under {wire}, published was {version.digest[:12]}"
+            )
+
+    def _lost(self, engine: Engine, reason: str, now: float) -> None:
+        engine.away_reason = reason
+        if engine.reachable:
+            engine.reachable, engine.away_since = False, now
+        if engine.leaving and engine.state is EngineState.DRAINING:
+            self._give_up(engine)
+
+    def _give_up(self, engine: Engine) -> None:
+        """Counts the end of a boot that was ready, once, and has what is in flight there sent elsewhere."""
+        if not engine.dead and engine.was_ready:
+            engine.dead = True
+            engine.deaths += 1
+            self._events.append(Event("given up", engine.name))
+
+    def _serving(self, wire: str) -> list[Engine]:
+        return [engine for engine in self.ready() if (h := engine.holdings.get(wire)) and h.proved]
+
+    def _wanted(self, engine: Engine, version: Version) -> bool:
+        """Whether the engine should hold this version."""
+        if version.state is VersionState.RETIRING:
+            holding = engine.holdings.get(version.wire)
+            return version.in_flight > 0 and bool((holding and holding.held) or not self._serving(version.wire))
+        return version.published and version.state in ACTIVE
+
+    def _unwanted(self, engine: Engine, wire: str) -> bool:
+        """Whether the engine may hold something of this run that nobody can ask for."""
+        if not engine.holdings[wire].touched:
+            return False
+        if version := self.versions.get(wire):
+            return version.state not in ACTIVE or (version.state is VersionState.RETIRING and version.in_flight == 0)
+        name = parse_wire(wire)
+        # Left by an earlier attempt of this run, whose trainer is no more. Other runs' adapters are theirs.
+        return name is not None and name.run == self.run and name.attempt < self.attempt
+
+    def _urgency(self, version: Version) -> tuple[bool, int]:
+        starving = version.in_flight > 0 and not self._serving(version.wire)
+        return (not starving, -version.order)
+
+    def _begin(self, engine: Engine, action: Action) -> Action:
+        holding = engine.holding(action.wire)
+        if isinstance(action, Load):
+            holding.attempts += 1
+            holding.touched = True
+        elif isinstance(action, Unload):
+            holding.proved = False
+        engine.busy = action
+        return action
+
+    def _finish(self, action: Action) -> Holding | None:
+        engine = self.engines.get(action.engine)
+        if engine is None or engine.busy is not action:
+            return None
+        engine.busy = None
+        return engine.holding(action.wire)
+
+    def _blocked(self, engine: Engine, now: float) -> str | None:
+        """Why the engine cannot serve a live version that it should."""
+        for version in self.live():
+            holding = engine.holdings.get(version.wire)
+            if holding and holding.permanent:
+                return f"cannot serve {version.wire}: {holding.words}"
+            if holding and self._late(holding, now):
+                return (
+                    f"has not loaded {version.wire} within {self.load_deadline_s:g} s: {holding.words or 'no answer'}"
+                )
+        return None
+
+    def _late(self, holding: Holding, now: float) -> bool:
+        return not holding.proved and holding.since is not None and now - holding.since >= self.load_deadline_s
+
+    def _place(self, engine: Engine, blocked: str | None) -> tuple[EngineState, str | None]:
+        """The state that follows from what is known, and why."""
+        if engine.leaving:
+            return (EngineState.DRAINING if engine.reachable else EngineState.GONE), "left the replica set"
+        if engine.boot_id is None:
+            return EngineState.JOINING, engine.away_reason
+        if not engine.reachable:
+            return EngineState.SUSPECT, engine.away_reason
+        if engine.rejected or blocked:
+            return EngineState.SUSPECT, engine.rejected or blocked
+        base = engine.holding(BASE)
+        if not base.proved:
+            return (EngineState.SUSPECT if engine.was_ready else EngineState.BACKFILLING), base.words
+        if engine.state is EngineState.READY or not engine.owed:
+            return EngineState.READY, None
+        return EngineState.BACKFILLING, f"{len(engine.owed)} live versions to load and prove"
+
+    def _enter(self, engine: Engine, state: EngineState, reason: str | None) -> None:
+        before, engine.state, engine.reason = engine.state, state, reason
+        if state is before:
+            return
+        if state is EngineState.READY:
+            engine.was_ready = True
+            engine.rejoins += engine.dead
+            engine.dead = False
+        elif before is EngineState.READY:
+            self._events.append(Event("left", engine.name))
+
+    # Rules about versions
+
+    def _active(self) -> list[Version]:
+        return [version for version in self.versions.values() if version.state in ACTIVE]
+
+    def _make_room(self, now: float) -> None:
+        """Every live version keeps its adapter slot: vLLM would evict one without a word.
+
+        A version recovered from the bucket may have been unloaded just before this proxy's last process was killed,
+        with its mark not yet written, so the oldest of those makes room.
+        """
+        slots = min((e.facts.max_loras for e in self.engines.values() if e.facts and e.answers), default=None)
+        live = self.live()
+        while slots is not None and len(live) >= slots:
+            if not live[0].recovered:
+                raise VersionRefused(
+                    f"max_loras = {slots}: every adapter slot is taken by a live version, {live[0].wire} to "
+                    f"{live[-1].wire}. Unload one first, or start the replicas with --max-loras {len(live) + 1}."
+                )
+            self.retire(live.pop(0).wire, now)
+
+    def _settle(self, now: float) -> None:
+        """Draws all conclusions from what is known."""
+        for version in self._active():
+            for engine in self.engines.values():
+                if engine.answers and engine.holding(BASE).proved and self._wanted(engine, version):
+                    holding = engine.holding(version.wire)
+                    holding.since = now if holding.since is None else holding.since
+            self._settle_version(version, now)
+        for engine in self.engines.values():
+            if engine.state is not EngineState.GONE:
+                self._settle_engine(engine, now)
+        for version in self._active():
+            self._settle_version(version, now)
+
+    def _settle_engine(self, engine: Engine, now: float) -> None:
+        if engine.away_since is not None and now - engine.away_since >= DEAD_AFTER_S:
+            self._give_up(engine)
+        blocked = self._blocked(engine, now)
+        if engine.blocked_since is not None:
+            engine.stall_s += now - engine.blocked_since
+        stalled = blocked is not None and engine.was_ready and engine.answers
+        engine.blocked_since = now if stalled else None
+        self._enter(engine, *self._place(engine, blocked))
+
+    def _settle_version(self, version: Version, now: float) -> None:
+        if version.state is VersionState.PUBLISHING and version.published:
+            self._settle_load(version, now)
+        elif version.state is VersionState.RETIRING and version.in_flight == 0:
+            if not any((h := e.holdings.get(version.wire)) and h.touched for e in self.engines.values() if e.answers):
+                version.state = VersionState.RETIRED
+                self._events.append(Event("retired", version.wire))
+        elif version.state is VersionState.LIVE and self.fatal is None and (words := self.hopeless(version.wire, now)):
+            # The trainer was told that it is there: a promise that nobody can keep ends the run.
+            self.fatal = f"no replica can serve {version.wire}: {words}"
+
+    def _settle_load(self, version: Version, now: float) -> None:
+        """The load as one transaction: acknowledged as `ack` demands, or failed everywhere."""
+        ready, serving = self.ready(), self._serving(version.wire)
+        refusing = [engine for engine in ready if (h := engine.holdings.get(version.wire)) and h.permanent]
+        enough = {Ack.PUBLISHED: True, Ack.FIRST: bool(serving), Ack.ALL: bool(serving) and len(serving) == len(ready)}
+        if enough[self.ack]:
+            version.state = VersionState.LIVE
+        elif refusing and (self.ack is Ack.ALL or len(refusing) == len(ready)):
+            self._fail(version, self._complaints(version.wire, refusing))
+        elif version.deadline is not None and now >= version.deadline:
+            slow = [engine for engine in ready if engine not in serving]
+            words = self._complaints(version.wire, slow) or "no replica is ready"
+            self._fail(version, f"not loaded within {self.load_deadline_s:g} s: {words}")
+
+    def _fail(self, version: Version, words: str) -> None:
+        version.state, version.words = VersionState.FAILED, words
+        self._unowe(version.wire)
+        self._events.append(Event("failed", version.wire))
+
+    def _complaints(self, wire: str, engines: Iterable[Engine]) -> str:
+        """Each engine's own words, with its name and the number of tries."""
+        parts = []
+        for engine in engines:
+            holding = engine.holding(wire)
+            tries = f" ({holding.attempts} tries)" if holding.attempts > 1 else ""
+            parts.append(f"replica {engine.name}{tries}: {holding.words or 'no answer to the load'}")
+        return "; ".join(parts)
+
+
+def pause_s(failures: int) -> float:
+    """Seconds to wait after so many failures in a row."""
+    return min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, 10), LONGEST_PAUSE_S)
