@@ -33,8 +33,8 @@ QUOTA_CALLS, QUOTA_WINDOW_S = 2500, 300.0
 """The Hub's API quota: 1,000 to 2,500 calls in 5 minutes by plan."""
 
 InterruptLogs = Callable[[str, int], str | None]
-"""Called with a Job's id and the number of events sent on this connection, after each: "end" ends the stream there, "drop"
-breaks it in the middle of the next line."""
+"""Called with a Job's id and the number of events sent on this connection, after each: "end" ends the stream there,
+"drop" breaks it in the middle of the next line."""
 Interfere = Callable[[str, str], int | None]
 """Called with method and path *after* a request was served; a status it returns is answered instead of the truth."""
 

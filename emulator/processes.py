@@ -9,12 +9,14 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from emulator.job_log import JobLog
 from emulator.reaper import in_group, kill_group, marked
 
 LAST_WORDS_S = 1.0
 """How long output is read after the Job's last process was killed; it is in the pipe by then."""
+READ_BYTES = 64 << 10  # what a pipe holds on Linux, pipe(7)
 SIGNAL_STATUS = 128
 """A process ended by signal N is reported with exit code 128 + N, as container runtimes do."""
 
@@ -23,31 +25,47 @@ class CannotStart(OSError):
     """The command does not exist or cannot be executed."""
 
 
-class _Output(asyncio.Protocol):
-    """Takes what the Job prints to its log."""
+class _Output:
+    """Takes what the Job prints to its log.
 
-    def __init__(self, log: JobLog) -> None:
-        self.log = log
+    The pipe is read by hand: uvloop's pipe transport and Popen would both close the descriptor, and the second to do so
+    may close one that belongs to somebody else by then.
+    """
+
+    def __init__(self, pipe: IO[bytes], log: JobLog) -> None:
         self.ended = asyncio.Event()
+        self._pipe = pipe
+        self._log = log
+        self._loop = asyncio.get_running_loop()
+        os.set_blocking(pipe.fileno(), False)
+        self._loop.add_reader(pipe.fileno(), self._read)
 
-    def data_received(self, data: bytes) -> None:
-        self.log.feed(data)
+    def _read(self) -> None:
+        try:
+            data = os.read(self._pipe.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            self._log.feed(data)
+        else:
+            self.close()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.ended.set()
+    def close(self) -> None:
+        """Stop listening, at the pipe's end or before."""
+        if not self._pipe.closed:
+            self._loop.remove_reader(self._pipe.fileno())
+            self._pipe.close()
+            self.ended.set()
 
 
 class JobProcess:
     """One running process group. Make it with `start`; `wait` must be awaited to its end exactly once."""
 
-    def __init__(
-        self, popen: subprocess.Popen[bytes], job_id: str, output: _Output, pipe: asyncio.BaseTransport
-    ) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes], job_id: str, output: _Output) -> None:
         self.job_id = job_id
         self.group = popen.pid
         self._popen = popen
         self._output = output
-        self._pipe = pipe
         self._ended = asyncio.Event()
         loop = asyncio.get_running_loop()
 
@@ -62,13 +80,14 @@ class JobProcess:
         threading.Thread(target=watch, name=f"job-{job_id}", daemon=True).start()
 
     @classmethod
-    async def start(
+    def start(
         cls, command: Sequence[str], environment: Mapping[str, str], directory: Path, job_id: str, log: JobLog
     ) -> JobProcess:
         """Start a command in a session of its own. Raises CannotStart."""
         popen = _spawn(command, environment, directory)
-        pipe, output = await asyncio.get_running_loop().connect_read_pipe(lambda: _Output(log), popen.stdout)
-        return cls(popen, job_id, output, pipe)
+        if popen.stdout is None:
+            raise AssertionError("Popen gives a pipe when asked for one")
+        return cls(popen, job_id, _Output(popen.stdout, log))
 
     async def wait(self) -> int:
         """The exit code of the first process. The rest of the Job is killed then, as the end of a container does."""
@@ -77,7 +96,7 @@ class JobProcess:
         try:
             await asyncio.wait_for(self._output.ended.wait(), LAST_WORDS_S)
         except TimeoutError:  # somebody who left the Job and its environment still holds the pipe
-            self._pipe.close()
+            self._output.close()
         code = self._popen.returncode
         return SIGNAL_STATUS - code if code < 0 else code
 
@@ -94,7 +113,7 @@ class JobProcess:
         return sorted({*in_group(self.group), *marked(self.job_id, "JOB_ID")})
 
     def send(self, signum: int) -> None:
-        """Send a signal as a container's runtime does: SIGTERM to the first process alone, SIGKILL and others to all."""
+        """Send a signal as a container's runtime does: SIGTERM to the first process alone, others to all."""
         if self._ended.is_set():
             return
         if signum == signal.SIGTERM:

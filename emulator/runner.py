@@ -205,7 +205,7 @@ class Runner:
         deadline: float | None = None
         while True:
             running.log.write(f"{STARTED} at {timestamp(now())} =====")
-            process = await JobProcess.start(command, environment, places.work, job.id, running.log)
+            process = JobProcess.start(command, environment, places.work, job.id, running.log)
             self.report(process.group, True)
             running.process = process
             job.start()

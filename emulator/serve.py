@@ -11,6 +11,7 @@ bucket's server ends by itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
@@ -135,7 +136,8 @@ class Emulator:
         May be called more than once.
         """
         if self._thread:
-            self._loop.call_soon_threadsafe(self._stop.set)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the thread failed
+                self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(self._grace_s + STOP_MARGIN_S)
             self._thread = None
             self._left = self.orphans()
@@ -179,7 +181,7 @@ class Emulator:
         return self.runner.pids(self.runner.table.get(self.owner.name, job_id))
 
     def signal(self, job_id: str, signum: int) -> None:
-        """Send a signal to a Job, as a fault: SIGKILL is a machine that dies, SIGSTOP one that hangs, SIGTERM a preemption.
+        """Send a signal to a Job as a fault: SIGKILL is a machine that dies, SIGSTOP one that hangs, SIGTERM preemption.
 
         SIGTERM reaches the first process alone, as in a container; the others reach all.
         """

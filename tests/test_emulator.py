@@ -103,7 +103,8 @@ def test_a_bucket_of_ones_own_and_logs_that_stay(tmp_path):
 
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        emulator = Emulator(bucket=BucketSettings("s3://b", "http://127.0.0.1:1", "a", "b"), port=taken.getsockname()[1])
+        settings = BucketSettings("s3://b", "http://127.0.0.1:1", "a", "b")
+        emulator = Emulator(bucket=settings, port=taken.getsockname()[1])
         with pytest.raises(DidNotStart, match="in use"):
             emulator.start()
         assert not emulator.root.exists()
@@ -116,7 +117,9 @@ from emulator.serve import Emulator
 emulator = Emulator(grace_s=5)
 emulator.start()
 api = HfApi(endpoint=emulator.endpoint, token=emulator.token)
-escape = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'], start_new_session=True); print('up'); time.sleep(600)"
+sleep = "import time; time.sleep(600)"
+escape = f"import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', {sleep!r}], start_new_session=True)"
+escape += "; print('up'); import time; time.sleep(600)"
 stubborn = "trap '' TERM; echo up; while true; do sleep 1; done"
 for command in (["python", "-S", "-c", escape], ["/bin/sh", "-c", stubborn]):
     job = api.run_job(image="python:3.12", command=command, expose=[8000], namespace="local")

@@ -225,7 +225,7 @@ def test_fifty_jobs_at_once_and_more_than_a_page(api, run):
     began = time.monotonic()
     jobs = [run(["/bin/sh", "-c", f"echo {index}"], labels={"mark": mark}) for index in range(50)]
     assert {ended(api, job).status.stage for job in jobs} == {"COMPLETED"}
-    assert time.monotonic() - began < 10  # 0.5 s measured on two quiet cores
+    assert time.monotonic() - began < 20  # 0.5 s measured on two quiet cores
     assert [logs(api, job) for job in jobs[::10]] == [["0"], ["10"], ["20"], ["30"], ["40"]]
     for _ in range(55):
         ended(api, run(["true"], labels={"mark": mark}))
