@@ -61,9 +61,11 @@ case $command in
   check)
     setup
     cd "$root"
-    "$bin/ruff" check
-    "$bin/ruff" format --check
-    exec "$bin/mypy"
+    status=0 # all three are run, so that one call shows everything
+    "$bin/ruff" check --quiet || status=1
+    "$bin/ruff" format --quiet --check || status=1
+    "$bin/mypy" || status=1
+    exit $status
     ;;
   build)
     setup
