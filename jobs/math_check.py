@@ -13,14 +13,16 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
-from jobs import bundle, processes
+from jobs import bundle
 
 STEP_LIMIT_S = 5
 """math-verify's own limit for one parse or comparison; its default."""
 DEADLINE_S = 30.0
 """For one question, its start (about 2 s of imports) and several steps at their limit included."""
+PARENT_POLL_S = 0.5
 
 
 class Checker:
@@ -39,9 +41,9 @@ class Checker:
             RuntimeError: the child ended, for example because math-verify is not installed.
         """
         with self._lock:
-            if self._child is None or self._child.poll() is not None:
-                self._child = _start()
-            child = self._child
+            if self._child is not None and self._child.poll() is not None:
+                self._end()
+            child = self._child = self._child or _start()
             assert child.stdin is not None and child.stdout is not None
             try:
                 child.stdin.write(json.dumps([gold, answer]).encode() + b"\n")
@@ -132,8 +134,18 @@ def _compare(gold: str, answer: str | None) -> float | None:
     return float(verify(parsed, _parse(f"${normalized(answer)}$"), timeout_seconds=STEP_LIMIT_S))
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent has ended while it computes; else the end of its input tells.
+
+    The kernel's signal for that is of no use here: it comes when the thread that started this process ends.
+    """
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os._exit(1)
+
+
 def _serve(parent: int) -> None:
-    processes.die_with_parent(parent)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     for line in sys.stdin:
         gold, answer = json.loads(line)
         print(json.dumps(_compare(gold, answer)), flush=True)  # noqa: T201

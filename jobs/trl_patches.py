@@ -69,9 +69,7 @@ def check_version() -> str:
     except importlib.metadata.PackageNotFoundError as error:
         raise ConfigError(f"TRL is not installed here; the trainer needs trl=={SUPPORTED[-1]}.") from error
     if version not in SUPPORTED:
-        raise ConfigError(
-            f"trl {version} is not supported: install trl=={SUPPORTED[-1]} (or {', '.join(SUPPORTED[:-1])})."
-        )
+        raise ConfigError(f"trl {version} is not supported: install one of {', '.join(SUPPORTED)}.")
     return version
 
 
