@@ -23,9 +23,10 @@ from jobs import live, logs, plot, preflight, recipe, tiny
 from jobs.bucket import BucketSettings
 from jobs.cache import cache_dir
 from jobs.errors import AsyncgrpoError, ConfigError
-from jobs.launch import Glance, Launch, Site
+from jobs.launch import Glance, Launch
 from jobs.names import check_run_name
 from jobs.recipe import Recipe
+from jobs.site import Site
 from jobs.spec import Engine
 
 log = logging.getLogger(__name__)

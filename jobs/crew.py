@@ -109,6 +109,14 @@ class Crew:
         """Id of the Job that holds the place now."""
         return self._posts[role, index].job_id
 
+    def job_ids(self) -> list[str]:
+        """Ids of the Jobs that hold a place now."""
+        return [post.job_id for post in self._posts.values() if not post.dismissed]
+
+    def end(self, job_id: str) -> None:
+        """Cancels one Job; if it held a replica's place, `tend` fills that again."""
+        self._cancel(job_id)
+
     def replicas(self) -> list[int]:
         """Indexes of the replicas that are there or to be started again, those that leave included."""
         return sorted(index for (role, index), post in self._posts.items() if role == "replica" and not post.dismissed)

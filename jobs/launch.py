@@ -6,18 +6,22 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, JobInfo, Volume
+from huggingface_hub import JobInfo, Volume
 
-from jobs import bundle, lease
-from jobs.bucket import Bucket, BucketSettings
-from jobs.crew import PORT, TERMINAL, Crew, JobPlan, Role
-from jobs.errors import ConfigError, NotFound, RunFailed
+from jobs import bundle, deadlines, leader, lease
+from jobs.bucket import Bucket
+from jobs.crew import PORT, TERMINAL, Crew
+from jobs.errors import BucketError, ConfigError, NotFound, RunFailed
+from jobs.leader import Leader, Leadership
+from jobs.plan import resolve
 from jobs.progress import progress_key
 from jobs.recipe import Recipe
+from jobs.roster import JobPlan, Role
+from jobs.site import Site
 from jobs.spec import VLLM_SERVER, Engine, ModelRef, RunSpec, spec_key
 from jobs.summary import FIELDS, summary_key
 
@@ -25,27 +29,8 @@ log = logging.getLogger(__name__)
 
 ARCHIVE_DIR = "/asyncgrpo"
 """Where each Job sees the archive, through a read-only volume of the bucket."""
-MAX_TRAINER_RESTARTS = 3
-"""How often a trainer that was killed or preempted is started again. One that failed by its own word is not."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where the Jobs of a run go: the Hub (or its stand-in), the bucket, and what each Job gets in its environment.
-
-    `poll_s` is the pace of following: the Hub allows 1,000 to 2,500 calls per 5 minutes, so 10 s there.
-    """
-
-    endpoint: str
-    token: str = field(repr=False)
-    namespace: str
-    bucket: BucketSettings
-    environment: Mapping[str, str] = field(default_factory=dict)
-    poll_s: float = 10.0
-
-    def hub(self) -> HfApi:
-        """A client of the Hub (or its stand-in)."""
-        return HfApi(endpoint=self.endpoint, token=self.token)
+LAUNCHER_PATIENCE_S = 60.0
+"""A launcher follows from the start: it takes the lead at once, or again when the Job that took it has gone."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +48,33 @@ class Launch:
     def __init__(
         self, site: Site, recipe: Recipe, run: str, engine: Engine, engine_module: str | None, seed: int
     ) -> None:
-        self.site, self.recipe, self.run = site, recipe, run
+        self.site, self.recipe, self.run = site, resolve(recipe), run
         self.engine: Engine = engine
         self.engine_module = engine_module or VLLM_SERVER
         self.seed = seed
         self.bucket = Bucket(site.bucket)
         self.trainer_restarts = 0
         self._crew: Crew | None = None
+        self._leader: Leader | None = None
+        self._lease_at = float("-inf")
 
     def __enter__(self) -> "Launch":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._crew is not None:
-            self._crew.cancel()
+        if self._crew is None:
+            return
+        try:
+            lease.end(self.bucket, self.run)  # a Job that escapes the listing below ends itself
+        except BucketError as error:
+            log.error("the run's lease could not be ended: %s", error)
+        self._crew.cancel()
+
+    def detach(self) -> None:
+        """Leaves the run to its own Jobs: nothing is cancelled any more, and the trainer leads as soon as it is up."""
+        if self._leader is not None:
+            self._leader.leadership.release()
+        self._crew = None
 
     @property
     def crew(self) -> Crew:
@@ -110,20 +108,38 @@ class Launch:
                 f"run {self.run!r} is already in the bucket {self.site.bucket.url}: choose another with --run."
             )
         lease.renew(self.bucket, self.run)
-        command, volumes = self._delivery(archive, sha256)
-        plans: dict[Role, JobPlan] = {
-            "replica": self._plan("replica", command, volumes, [PORT + i for i in range(self.recipe.replica.engines)]),
-            "trainer": self._plan("trainer", command, volumes, []),
-        }
+        self._deliver(archive, sha256)
+        plans = self.plans(archive, sha256)
         job_secrets = {
             **self.site.bucket.secrets(),
             "ASYNCGRPO_KEY": secrets.token_hex(32),
             "HF_TOKEN": self.site.token,
         }
-        self._crew = Crew(self.site.hub(), self.site.namespace, self.run, self.bucket, plans, job_secrets)
+        self._crew = Crew(
+            self.site.hub(),
+            self.site.namespace,
+            self.run,
+            self.bucket,
+            plans,
+            job_secrets,
+            initiator=str(self.site.whoami()["id"]),
+        )
+        self._crew.roster.write(self.bucket)
+        leadership = Leadership(self.bucket, self.run, "launcher", LAUNCHER_PATIENCE_S)
+        self._leader = Leader(self.bucket, self.run, self._crew, self.recipe.replica.count, leadership)
+        leadership.hold()
         for index in range(self.recipe.replica.count):
             self._crew.start("replica", index)
         self._crew.start("trainer")
+
+    def plans(self, archive: Path | None, sha256: str) -> dict[Role, JobPlan]:
+        """What the Jobs of each role are started with, secrets apart. Starts and sends nothing."""
+        command, volumes = self._delivery(archive, sha256)
+        ports = [PORT + engine for engine in range(self.recipe.replica.engines)]
+        return {
+            "replica": self._plan("replica", command, volumes, ports),
+            "trainer": self._plan("trainer", command, volumes, []),
+        }
 
     def follow(self, seen: Callable[[Glance], None]) -> dict[str, Any]:
         """Follows the run to its end, keeps its crew complete, and returns its summary.
@@ -133,21 +149,27 @@ class Launch:
         Raises:
             RunFailed: with the reason, in the words of what failed.
         """
+        assert self._leader is not None
         started = time.monotonic()
+        watch = deadlines.Watch(self.recipe.jobs)
         while True:
+            now = time.monotonic()
             jobs = self.crew.jobs()
             progress = self._progress()
-            self.crew.tend(jobs)
-            seen(Glance(progress, jobs, time.monotonic() - started))
             trainer = jobs.get(self.crew.job_id("trainer"))
+            if trainer is None or trainer.status.stage == "SCHEDULING":
+                self._renew_lease(now)
+            if not self._leader.tend(jobs, progress.get("proxy") or {}):
+                self.crew.adopt(jobs)  # another one leads, and may have filled a place anew
+            seen(Glance(progress, jobs, now - started))
             if trainer is not None and trainer.status.stage in TERMINAL:
                 progress = self._progress()
-                seen(Glance(progress, jobs, time.monotonic() - started))
+                seen(Glance(progress, jobs, now - started))
                 if progress.get("state") == "done":
                     return self.summary()
                 self._trainer_ended(trainer, progress)
-            elif progress.get("state", "starting") == "starting":
-                self._check_start(jobs, time.monotonic() - started)
+            else:
+                self._check(watch, jobs, progress, now)
             time.sleep(self.site.poll_s)
 
     def summary(self) -> dict[str, Any]:
@@ -168,26 +190,38 @@ class Launch:
     def _trainer_ended(self, job: JobInfo, progress: Mapping[str, Any]) -> None:
         if progress.get("state") == "failed":
             raise RunFailed(f"the trainer failed: {progress.get('reason')}")
-        if self.trainer_restarts >= MAX_TRAINER_RESTARTS:
-            how = job.status.message or job.status.stage
-            raise RunFailed(f"the trainer was ended {self.trainer_restarts + 1} times, last as {how}")
         if not progress:
             raise RunFailed(f"the trainer ended before it began to train. Its last lines:\n{self._tail(job)}")
+        why = leader.why_over(job.status.stage, progress.get("state"), self.trainer_restarts)
+        if why is not None:
+            raise RunFailed(f"{why}, last as {job.status.message or job.status.stage}")
         log.warning("the trainer was ended (%s): starting a new attempt", job.status.message or job.status.stage)
-        self.trainer_restarts += 1
-        self.crew.start("trainer")
+        if self._leader is not None and self._leader.leadership.held:
+            self.trainer_restarts += 1
+            self.crew.start("trainer")
 
-    def _check_start(self, jobs: Mapping[str, JobInfo], elapsed_s: float) -> None:
-        limit = self.recipe.jobs.start_deadline_s
-        down = [index for index in range(self.recipe.replica.count) if self.crew.given_up(index)]
-        if len(down) == self.recipe.replica.count:
+    def _check(
+        self, watch: deadlines.Watch, jobs: Mapping[str, JobInfo], progress: Mapping[str, Any], now: float
+    ) -> None:
+        replicas = self.crew.replicas()
+        down = [index for index in replicas if self.crew.given_up(index)]
+        if replicas and len(down) == len(replicas):
             job = jobs[self.crew.job_id("replica", down[0])]
             raise RunFailed(f"no replica stays up. The last lines of replica {down[0]}:\n{self._tail(job)}")
-        if elapsed_s > limit:
-            stages = ", ".join(
-                f"{(job.labels or {}).get('asyncgrpo-role')}: {job.status.stage}" for job in jobs.values()
-            )
-            raise RunFailed(f"no training step within jobs.start_deadline_s = {limit} s. Jobs: {stages}")
+        for overdue in watch.look({each: jobs[each] for each in self.crew.job_ids() if each in jobs}, progress, now):
+            if overdue.fatal or self.trainer_restarts >= leader.MAX_TRAINER_RESTARTS:
+                raise RunFailed(overdue.words)
+            log.warning("%s: another Job takes its place", overdue.words)
+            self.crew.end(overdue.job_id)
+            if overdue.role == "trainer":
+                self.trainer_restarts += 1
+                self.crew.start("trainer")
+
+    def _renew_lease(self, now: float) -> None:
+        """Keeps replicas from ending themselves while the trainer waits for its machine."""
+        if now - self._lease_at >= self.recipe.jobs.lease_s / lease.RENEWALS_PER_LEASE:
+            self._lease_at = now
+            lease.renew(self.bucket, self.run)
 
     def _tail(self, job: JobInfo) -> str:
         lines = self.site.hub().fetch_job_logs(job_id=job.id, namespace=self.site.namespace)
@@ -207,15 +241,18 @@ class Launch:
                 self.bucket.put_file(key, path)
         return ModelRef("bucket", prefix, self.recipe.model.id.partition(":")[2] or model_dir.name)
 
+    def _deliver(self, archive: Path | None, sha256: str) -> None:
+        """Puts the archive into the bucket, once for all runs that use it."""
+        if archive is not None and not self.bucket.list(key := f"archives/{sha256}/asyncgrpo.pyz"):
+            self.bucket.put_file(key, archive)
+
     def _delivery(self, archive: Path | None, sha256: str) -> tuple[list[str], list[Volume]]:
         """The command that starts this program in a Job, and the volume that brings it there."""
         if archive is None:
-            if not self.site.endpoint.startswith("http://127.0.0.1"):
+            if not self.site.local:
                 raise ConfigError("Jobs need asyncgrpo.pyz: make it with ./build.sh build and launch from it.")
             return bundle.command(), []
         prefix = f"archives/{sha256}"
-        if not self.bucket.list(f"{prefix}/"):
-            self.bucket.put_file(f"{prefix}/asyncgrpo.pyz", archive)
         bucket_name, _, below = self.site.bucket.url.removeprefix("s3://").partition("/")
         volume = Volume(
             type="bucket",

@@ -28,12 +28,37 @@ def lease_key(run: str) -> str:
 
 def renew(bucket: Bucket, run: str) -> None:
     """Shows that somebody leads the run."""
-    bucket.put(lease_key(run), json.dumps({"state": "held", "beat": uuid.uuid4().hex}).encode())
+    bucket.put(lease_key(run), _beat())
+
+
+def keep(bucket: Bucket, run: str) -> bool:
+    """Renews the lease unless somebody ended it; False if somebody did."""
+    try:
+        content, etag = bucket.get_tagged(lease_key(run))
+    except NotFound:
+        renew(bucket, run)
+        return True
+    if json.loads(content).get("state") == "ended":
+        return False
+    bucket.put_if(lease_key(run), _beat(), etag)  # one that was changed meanwhile is looked at next time
+    return True
 
 
 def end(bucket: Bucket, run: str) -> None:
     """Tells every replica that the run is over."""
     bucket.put(lease_key(run), json.dumps({"state": "ended"}).encode())
+
+
+def ended(bucket: Bucket, run: str) -> bool:
+    """Whether the run is over, or was stopped."""
+    try:
+        return bool(json.loads(bucket.get(lease_key(run))).get("state") == "ended")
+    except NotFound:
+        return False
+
+
+def _beat() -> bytes:
+    return json.dumps({"state": "held", "beat": uuid.uuid4().hex}).encode()
 
 
 @dataclass

@@ -76,14 +76,18 @@ class Proxy:
 
 @dataclass(frozen=True)
 class JobSettings:
-    """How the Jobs are started on Hugging Face Jobs. `start_deadline_s` is what a run gets until its first step: the
-    Hub may keep a Job in SCHEDULING for hours. `lease_s` is how long a replica outlives the last sign of its run."""
+    """How the Jobs are started on Hugging Face Jobs. The Hub may keep a Job in SCHEDULING for hours:
+    `schedule_deadline_s` bounds that. `start_deadline_s` is what a running trainer gets until its first step,
+    `ready_deadline_s` how long a running replica may not be ready before another takes its place, `lease_s` how long a
+    replica outlives the last sign of its run, and how long a trainer may tell nothing."""
 
     replica_flavor: str = "h200"
     trainer_flavor: str = "h200"
     image: str = "vllm/vllm-openai:v0.31.0"
     timeout_s: int = 4 * 3600
+    schedule_deadline_s: int = 3600
     start_deadline_s: int = 1800
+    ready_deadline_s: int = 900
     lease_s: int = 600
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from jobs import attempts, bundle, checkpoints, lease, model_fetch, processes
 from jobs.bucket import Bucket
 from jobs.errors import BucketError, RunFailed
+from jobs.leader import StandIn
 from jobs.progress import Progress, metrics_key, progress_key
 from jobs.spec import RunSpec
 from jobs.summary import summarize, summary_key
@@ -72,6 +73,7 @@ class Supervisor:
         self._proxy_starts: list[float] = []
         self._training: subprocess.Popen[bytes] | None = None
         self._term = threading.Event()
+        self._stopped = False
         self._lines_read = 0
         self._saved: set[str] = set()
         self._last_lines: deque[str] = deque(maxlen=TAIL_LINES)
@@ -82,6 +84,9 @@ class Supervisor:
         lease.renew(self.bucket, self.spec.run)
         self._start_proxy()
         self.uploads.start()
+        stand_in = StandIn.from_env(self.bucket, self.spec, "trainer", self.environ)
+        if stand_in is not None:
+            stand_in.start()
         try:
             self._training = self._start_training()
             status = self._watch()
@@ -92,6 +97,8 @@ class Supervisor:
             processes.end([child for child in (self._training, self._proxy) if child], grace_s=5.0)
             self._listener.close()
             self._finish()
+            if stand_in is not None:
+                stand_in.close(over=self.progress.state in ("done", "failed"))
         return status
 
     def _watch(self) -> int:
@@ -108,25 +115,30 @@ class Supervisor:
                 self._report()
             if now >= next_lease:
                 next_lease = now + self.spec.recipe.jobs.lease_s / lease.RENEWALS_PER_LEASE
-                self.uploads.call("lease", lambda: lease.renew(self.bucket, self.spec.run))
+                self.uploads.call("lease", self._keep_lease)
             if ended is not None:
                 return self._ended(ended)
             if fatal := self.progress.proxy.get("fatal"):
                 raise RunFailed(f"no replica can serve the adapter: {fatal}")
             if self._term.is_set() and kill_at is None:
-                log.info("SIGTERM: saving a checkpoint and leaving")
+                log.info("%s: saving a checkpoint and leaving", "the run was stopped" if self._stopped else "SIGTERM")
                 self._training.terminate()
                 kill_at = now + GRACE_S
             if kill_at is not None and now >= kill_at:
                 self._training.kill()
             self._term.wait(POLL_S) if not self._term.is_set() else time.sleep(POLL_S)
 
+    def _keep_lease(self) -> None:
+        if not lease.keep(self.bucket, self.spec.run):
+            self._stopped = True
+            self._term.set()
+
     def _ended(self, status: int) -> int:
         if status == 0 and not self._term.is_set():
             self.progress.state = "done"
             return 0
         if self._term.is_set():
-            self.progress.state, self.progress.reason = "preempted", "ended by SIGTERM"
+            self.progress.state, self.progress.reason = "preempted", "stopped" if self._stopped else "ended by SIGTERM"
             return 143
         self._reader.join(5.0)
         words = "".join(self._last_lines)
@@ -246,7 +258,7 @@ class Supervisor:
             summary = summarize(self.spec, self.progress.to_dict(), self._all_rows())
             self.bucket.put(summary_key(run), json.dumps(summary).encode())
             self.bucket.put(progress_key(run), json.dumps(self.progress.to_dict()).encode())
-            if self.progress.state == "done":
+            if self.progress.state in ("done", "failed"):
                 lease.end(self.bucket, run)
         except BucketError as error:
             log.error("the end of the run could not be written to the bucket: %s", error)

@@ -1,7 +1,8 @@
+import json
 import threading
 
 from jobs import lease
-from jobs.bucket import Bucket
+from jobs.bucket import Bucket, BucketSettings
 from jobs.lease import LeaseWatch
 from tests.conftest import MotoBucket
 
@@ -39,3 +40,14 @@ def test_watching_a_bucket(moto_bucket: MotoBucket) -> None:
     stop.set()
     lease.watch(bucket, "r", 0.6, stop, reasons.append)
     assert len(reasons) == 2
+
+
+def test_a_lease_that_was_ended_is_not_kept(moto_bucket: MotoBucket) -> None:
+    bucket = Bucket(BucketSettings.from_env(moto_bucket.environ))
+    assert lease.keep(bucket, "run"), "there was none"
+    before = bucket.get(lease.lease_key("run"))
+    assert lease.keep(bucket, "run") and bucket.get(lease.lease_key("run")) != before
+    assert not lease.ended(bucket, "run")
+    lease.end(bucket, "run")
+    assert lease.ended(bucket, "run") and not lease.keep(bucket, "run")
+    assert json.loads(bucket.get(lease.lease_key("run")))["state"] == "ended"

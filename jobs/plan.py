@@ -1,0 +1,189 @@
+"""The plan of a run: every value that follows from the recipe, the Jobs to be started, and what they cost. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from huggingface_hub import JobHardwareInfo
+
+from jobs import costs
+from jobs.errors import ConfigError
+from jobs.manifest import RANKS
+from jobs.recipe import Recipe
+from jobs.roster import JobPlan, Role
+
+MAX_STALENESS, MAX_COMPLETION_TOKENS = 4, 2048
+"""Defaults of TRL 1.16's AsyncGRPOConfig."""
+EXTRA_SLOTS = 2
+"""TRL 1.16 demands max_loras >= max_staleness + 2: the versions that may be asked for, and the one being loaded."""
+CPU_SLOTS_PER_SLOT = 4
+"""An adapter that vLLM evicts from memory is read from disk again, so several times as many are kept there."""
+
+
+def resolve(recipe: Recipe) -> Recipe:
+    """The recipe with every flag of the engines filled in that follows from the rest. What it says itself stays.
+
+    Raises:
+        ConfigError: lora.r is larger than any rank that vLLM serves.
+    """
+    said, rank = recipe.replica.vllm, recipe.lora.r
+    fitting = [each for each in RANKS if each >= rank]
+    if not fitting and "max_lora_rank" not in said:
+        raise ConfigError(f"lora.r = {rank}: vLLM serves ranks up to {max(RANKS)}. Lower it.")
+    slots = said.get("max_loras", staleness(recipe) + EXTRA_SLOTS)
+    derived = {
+        "dtype": recipe.model.dtype,
+        "enable_lora": True,
+        "max_loras": slots,
+        "max_lora_rank": min(fitting, default=None),
+        "max_cpu_loras": CPU_SLOTS_PER_SLOT * slots,
+        "logprobs_mode": "processed_logprobs",  # what TRL's ratio is computed against
+        "generation_config": "vllm",  # or the model's own sampling defaults change what TRL asks for
+    }
+    return replace(recipe, replica=replace(recipe.replica, vllm={**derived, **said}))
+
+
+def staleness(recipe: Recipe) -> int:
+    """How many syncs a sample may lag behind."""
+    return int(recipe.trainer.get("max_staleness", MAX_STALENESS))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Jobs of one role. Prices in US dollars, None where the Hub lists no such flavor or price."""
+
+    role: Role
+    count: int
+    flavor: str
+    hardware: str
+    image: str
+    command: list[str]
+    ports: list[int]
+    volumes: list[dict[str, Any]]
+    environment: dict[str, str]
+    secrets: list[str]
+    labels: dict[str, str]
+    timeout_s: int
+    usd_per_hour: float
+    usd_to_timeout: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be started, what was derived, and what it costs."""
+
+    run: str
+    recipe: Recipe
+    groups: list[Group]
+    derived: dict[str, Any]
+    engine_command: list[str]
+
+    @property
+    def usd_per_hour(self) -> float:
+        """All Jobs together."""
+        return round(sum(group.usd_per_hour for group in self.groups), 2)
+
+    @property
+    def usd_to_timeout(self) -> float:
+        """All Jobs together, each until its time-out; replicas that are started again within it cost no more."""
+        return round(sum(group.usd_to_timeout for group in self.groups), 2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as --json prints it."""
+        return {
+            "run": self.run,
+            "recipe": self.recipe.to_dict(),
+            "jobs": [asdict(group) for group in self.groups],
+            "derived": self.derived,
+            "engine_command": self.engine_command,
+            "usd_per_hour": self.usd_per_hour,
+            "usd_to_timeout": self.usd_to_timeout,
+        }
+
+
+def plan(
+    run: str,
+    recipe: Recipe,
+    jobs: Mapping[Role, JobPlan],
+    labels: Mapping[Role, Mapping[str, str]],
+    secrets: Iterable[str],
+    engine_command: list[str],
+    hardware: Iterable[JobHardwareInfo],
+) -> Plan:
+    """Puts the plan together from a resolved recipe and what each role's Jobs are started with.
+
+    Raises:
+        ConfigError: a flavor that the Hub does not list, with those it does.
+    """
+    flavors = {flavor.name: flavor for flavor in hardware}
+    prices = costs.usd_per_minute(flavors.values())
+    counts: dict[Role, int] = {"trainer": 1, "replica": recipe.replica.count}
+    groups = []
+    for role, count in counts.items():
+        job = jobs[role]
+        check_flavor(f"jobs.{role}_flavor", job.flavor, flavors)
+        hourly = count * prices[job.flavor] * costs.MINUTES_PER_HOUR
+        groups.append(
+            Group(
+                role=role,
+                count=count,
+                flavor=job.flavor,
+                hardware=_hardware(flavors[job.flavor]),
+                image=job.image,
+                command=job.command,
+                ports=job.ports,
+                volumes=[volume.to_dict() for volume in job.volumes],
+                environment=job.environment,
+                secrets=sorted(secrets),
+                labels=dict(labels[role]),
+                timeout_s=job.timeout_s,
+                usd_per_hour=round(hourly, 4),
+                usd_to_timeout=round(hourly * job.timeout_s / 3600, 4),
+            )
+        )
+    return Plan(run, recipe, groups, derived(recipe, _gpus(flavors[jobs["trainer"].flavor])), engine_command)
+
+
+def check_flavor(field: str, flavor: str, known: Iterable[str]) -> None:
+    """Raises ConfigError if the Hub has no such flavor."""
+    if flavor not in set(known):
+        raise ConfigError(f"{field} = {flavor!r}: the Hub has no such flavor. It has: {', '.join(sorted(known))}.")
+
+
+def derived(recipe: Recipe, trainer_gpus: int) -> dict[str, Any]:
+    """Values that follow from a resolved recipe and the trainer's machine, by the name of the setting they belong to.
+
+    Completions a step: per_device_train_batch_size x gradient_accumulation_steps x GPUs (TRL 1.16).
+    """
+    trainer, vllm = recipe.trainer, recipe.replica.vllm
+    processes = max(1, trainer_gpus)
+    batch = trainer.get("per_device_train_batch_size", 8) * trainer.get("gradient_accumulation_steps", 1) * processes
+    in_flight = trainer.get("max_inflight_tasks", -1)
+    lag = staleness(recipe)
+    length, completion = vllm.get("max_model_len"), trainer.get("max_completion_length", MAX_COMPLETION_TOKENS)
+    return {
+        "trainer processes": processes,
+        "completions a step": batch,
+        "prompts a step": batch / trainer.get("num_generations", 8),
+        "max_inflight_tasks": in_flight if in_flight >= 0 else max(lag, 1) * batch,
+        "max_staleness": lag,
+        "max_loras": vllm.get("max_loras"),
+        "max_lora_rank": vllm.get("max_lora_rank"),
+        "max_cpu_loras": vllm.get("max_cpu_loras"),
+        "max_model_len": length if length is not None else "the model's own",
+        "longest prompt": length - completion if length is not None else "the model's own length - completion",
+        "token_budget": trainer.get("token_budget", length if length is not None else "the server's max_model_len"),
+        "engines": recipe.replica.count * recipe.replica.engines,
+        "syncs": -(-trainer["max_steps"] // trainer.get("weight_sync_steps", 1)) if "max_steps" in trainer else None,
+        "adapter versions served at once": lag + EXTRA_SLOTS,
+        "lease_s": recipe.jobs.lease_s,
+    }
+
+
+def _gpus(flavor: JobHardwareInfo) -> int:
+    return int(flavor.accelerator.quantity) if flavor.accelerator else 0
+
+
+def _hardware(flavor: JobHardwareInfo) -> str:
+    gpu = f"{flavor.accelerator.quantity} x {flavor.accelerator.model}, " if flavor.accelerator else ""
+    return f"{gpu}{flavor.cpu}, {flavor.ram}"

@@ -1,0 +1,69 @@
+"""The site of a run: the Hub (or its stand-in), the bucket, and what each Job gets in its environment."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from huggingface_hub import HfApi, get_token
+
+from jobs import hub
+from jobs.bucket import BucketSettings
+from jobs.errors import ConfigError
+
+HUB = "https://huggingface.co"
+LOCAL = "http://127.0.0.1:"
+"""How the stand-in's address starts."""
+POLL_S, LOCAL_POLL_S = 10.0, 0.5
+"""The pace of following. The Hub allows 1,000 to 2,500 calls per 5 minutes; the stand-in has quota to spare."""
+WHOAMI_PATIENCE_S = 20.0
+"""How long the first call to the Hub is tried again: somebody waits at a terminal."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the Jobs of a run go. `poll_s` is the pace of following."""
+
+    endpoint: str
+    token: str = field(repr=False)
+    namespace: str
+    bucket: BucketSettings
+    environment: Mapping[str, str] = field(default_factory=dict)
+    poll_s: float = POLL_S
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str], namespace: str | None = None, bucket: str | None = None) -> "Site":
+        """The Hub and the bucket that the environment names (HF_ENDPOINT, HF_TOKEN, AWS_*), as `hf` and S3 clients do.
+
+        `namespace` is the user's own if left out; `bucket` is s3://bucket[/prefix], or ASYNCGRPO_BUCKET if left out.
+
+        Raises:
+            ConfigError: no token, a token that the Hub refuses, or an incomplete bucket.
+        """
+        token = environ.get("HF_TOKEN") or get_token()
+        if not token:
+            raise ConfigError(
+                "HF_TOKEN is not set, and `hf auth login` was not done: Jobs need a token that may write."
+            )
+        if bucket is None and not environ.get("ASYNCGRPO_BUCKET"):
+            raise ConfigError("no bucket: name one with --bucket s3://bucket[/prefix], or in ASYNCGRPO_BUCKET.")
+        settings = BucketSettings.from_env(environ if bucket is None else {**environ, "ASYNCGRPO_BUCKET": bucket})
+        site = cls(environ.get("HF_ENDPOINT") or HUB, token, namespace or "", settings)
+        site = replace(site, poll_s=LOCAL_POLL_S) if site.local else site
+        return site if namespace else replace(site, namespace=str(site.whoami()["name"]))
+
+    @property
+    def local(self) -> bool:
+        """Whether the Jobs run on this machine, at the stand-in for the Hub."""
+        return self.endpoint.startswith(LOCAL)
+
+    def hub(self) -> HfApi:
+        """A client of the Hub."""
+        return hub.connect(self.endpoint, self.token)
+
+    def whoami(self) -> dict[str, Any]:
+        """Whom the token belongs to; raises ConfigError if the Hub refuses it or does not answer."""
+        try:
+            found: dict[str, Any] = hub.patiently(self.hub().whoami, WHOAMI_PATIENCE_S)
+            return found
+        except hub.UNSURE as error:
+            raise ConfigError(f"the Hub at {self.endpoint} refuses HF_TOKEN, or does not answer: {error}") from error

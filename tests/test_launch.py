@@ -1,0 +1,168 @@
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emulator.serve import Emulator
+from jobs import bundle, lease
+from jobs import crew as crew_module
+from jobs import recipe as recipes
+from jobs.bucket import Bucket
+from jobs.errors import AsyncgrpoError, ConfigError, RunFailed
+from jobs.launch import Launch
+from jobs.recipe import Recipe
+from jobs.site import Site
+from tests.test_crew import until
+
+ROLES = Path(__file__).with_name("roles.py")
+ALIVE = ("SCHEDULING", "RUNNING")
+
+
+@pytest.fixture(scope="module")
+def emulator() -> Iterator[Emulator]:
+    with Emulator() as emulator:
+        yield emulator
+
+
+@pytest.fixture
+def site(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setattr(bundle, "command", lambda *args: [sys.executable, str(ROLES), *args])
+    monkeypatch.setattr(crew_module, "SETTLE_PAUSE_S", 0.02)
+    monkeypatch.setattr(crew_module, "CANCEL_PAUSE_S", 0.05)
+    yield Site.from_env(emulator.environment())
+    emulator.hub.interfere = None
+
+
+def recipe(end: str = "", steps: int = 5, **overrides: Any) -> Recipe:
+    settings = {"trainer.max_steps": steps, "description": json.dumps(end), "jobs.replica_flavor": '"cpu-basic"'}
+    settings |= {"jobs.trainer_flavor": '"cpu-basic"', **overrides}
+    return recipes.load("digit", None, [f"{name}={value}" for name, value in settings.items()])
+
+
+def launch(site: Site, run: str, chosen: Recipe | None = None) -> Launch:
+    return Launch(site, chosen or recipe(), run, "vllm", None, 0)
+
+
+def stages(site: Site, run: str) -> dict[str, str]:
+    jobs = site.hub().list_jobs(namespace=site.namespace, labels={"asyncgrpo-run": run})
+    return {f"{job.labels['asyncgrpo-role']} {job.id}": job.status.stage for job in jobs}
+
+
+def alive(site: Site, run: str) -> list[str]:
+    return [job for job, stage in stages(site, run).items() if stage in ALIVE]
+
+
+def test_a_run_from_its_claim_to_its_summary(site: Site) -> None:
+    with launch(site, "whole") as run:
+        run.start()
+        looks = []
+        summary = run.follow(looks.append)
+    assert summary["reward_last"] == 1.0 and summary["bucket"] == site.bucket.url
+    assert looks[-1].progress["state"] == "done" and alive(site, "whole") == []
+    spec = json.loads(Bucket(site.bucket).get("runs/whole/spec.json"))
+    assert spec["recipe"]["replica"]["vllm"]["max_cpu_loras"] == 24
+
+
+def test_a_name_is_taken_once(site: Site) -> None:
+    Bucket(site.bucket).put_new("runs/taken/spec.json", b"{}")
+    with pytest.raises(ConfigError, match="--run"), launch(site, "taken") as run:
+        run.start()
+    assert stages(site, "taken") == {}
+
+
+def test_a_run_that_fails_says_why_in_the_trainers_words(site: Site) -> None:
+    with pytest.raises(RunFailed, match="its reasons"), launch(site, "fails", recipe("fails")) as run:
+        run.start()
+        run.follow(lambda _: None)
+    assert alive(site, "fails") == []
+
+
+def test_a_killed_trainer_gets_a_new_attempt(site: Site) -> None:
+    with launch(site, "dies", recipe("dies")) as run:
+        run.start()
+        summary = run.follow(lambda _: None)
+    assert (summary["attempt"], summary["trainer_resumes"]) == (2, 1)
+    assert sorted(stage for job, stage in stages(site, "dies").items() if "trainer" in job) == ["COMPLETED", "ERROR"]
+
+
+@pytest.mark.parametrize("point", [0, 1, 2])
+@pytest.mark.parametrize("status", [402, 500, 503])
+def test_whatever_the_hub_answers_while_jobs_are_created_nothing_stays(
+    site: Site, emulator: Emulator, point: int, status: int
+) -> None:
+    """Each status is answered after the Job was made: the worst that can be."""
+    name = f"answers-{status}-{point}"
+    created = 0
+
+    def interfere(method: str, path: str) -> int | None:
+        nonlocal created
+        if method != "POST" or path.endswith("/cancel"):
+            return None
+        created += 1
+        return status if created > point else None
+
+    emulator.hub.interfere = interfere
+    try:
+        with launch(site, name) as run:
+            run.start()
+            assert status >= 500, "402 is no answer that may be wrong"
+            assert len(stages(site, name)) == 3, "found again: none was started twice"
+            raise AsyncgrpoError("enough")
+    except AsyncgrpoError as error:
+        assert status >= 500 or "could not be started on flavor cpu-basic" in str(error)
+    assert alive(site, name) == []
+    assert lease.ended(Bucket(site.bucket), name)
+
+
+@pytest.mark.parametrize("calls", range(1, 9))
+def test_an_interrupt_at_any_call_leaves_nothing(site: Site, emulator: Emulator, calls: int, monkeypatch: Any) -> None:
+    name, made = f"interrupted-{calls}", 0
+    for method in ("run_job", "list_jobs", "whoami"):
+        real = getattr(type(site.hub()), method)
+
+        def counted(*args: Any, _real: Any = real, **kwargs: Any) -> Any:
+            nonlocal made
+            made += 1
+            answer = _real(*args, **kwargs)
+            if made == calls:
+                raise KeyboardInterrupt
+            return answer
+
+        monkeypatch.setattr(type(site.hub()), method, counted)
+    try:
+        with launch(site, name, recipe("goes on")) as run:
+            run.start()
+            run.follow(lambda _: None)
+    except KeyboardInterrupt:
+        pass
+    assert made >= calls and alive(site, name) == []
+
+
+def test_without_a_follower_the_trainer_leads(site: Site, emulator: Emulator) -> None:
+    with launch(site, "alone", recipe("goes on")) as run:
+        run.start()
+        run.detach()
+    bucket = Bucket(site.bucket)
+    until(lambda: json.loads(bucket.get("runs/alone/leader.json"))["who"] == "trainer")
+    until(lambda: len(bucket.list("runs/alone/replicas/")) == 2)
+    dead = json.loads(bucket.get("runs/alone/replicas/1.json"))["job_id"]
+    emulator.signal(dead, 9)
+    until(lambda: json.loads(bucket.get("runs/alone/replicas/1.json"))["job_id"] != dead)
+    lease.end(bucket, "alone")
+    until(lambda: "trainer" not in str(alive(site, "alone")))
+    for job in alive(site, "alone"):
+        site.hub().cancel_job(job_id=job.split()[1], namespace=site.namespace)
+
+
+def test_secrets_stay_secret(site: Site) -> None:
+    with launch(site, "secrets") as run:
+        run.start()
+        jobs = list(run.crew.jobs().values())
+        key = run.crew._secrets["ASYNCGRPO_KEY"]
+    shown = json.dumps([[job.command, job.environment, job.labels] for job in jobs])
+    for secret in (key, site.token, site.bucket.secret_key):
+        assert secret not in shown
+        assert secret.encode() not in Bucket(site.bucket).get("runs/secrets/crew.json")
