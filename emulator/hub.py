@@ -11,6 +11,7 @@ import json
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from email.utils import formatdate
 from typing import Any
 from urllib.parse import urlencode
 
@@ -21,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from emulator.hardware import FLAVORS
+from emulator.hub_buckets import HubBuckets, UnknownBucket
 from emulator.jobs_state import BadRequest, Job, Owner, Stage, UnknownJob, parse_expose, parse_labels, parse_spec
 from emulator.runner import Runner
 from emulator.usage import Usage
@@ -42,7 +44,9 @@ Interfere = Callable[[str, str], int | None]
 class Hub:
     """The ASGI application. `user` owns the token and every Job."""
 
-    def __init__(self, runner: Runner, user: Owner, token: str, quota_calls: int = QUOTA_CALLS) -> None:
+    def __init__(
+        self, runner: Runner, buckets: HubBuckets, user: Owner, token: str, quota_calls: int = QUOTA_CALLS
+    ) -> None:
         self.runner = runner
         self.user = user
         self.keep_alive_s = KEEP_ALIVE_S
@@ -65,10 +69,12 @@ class Hub:
                 Route(f"{job}/duplicate", self.duplicate, methods=["POST"]),
                 Route(f"{job}/labels", self.labels, methods=["PUT"]),
                 Route(f"{job}/expose", self.expose, methods=["PUT"]),
+                *buckets.routes,
             ],
             exception_handlers={
                 BadRequest: lambda _, error: _error(400, str(error)),
                 UnknownJob: lambda _, error: _error(404, "Job not found"),
+                UnknownBucket: lambda _, error: _error(404, "Bucket not found", {"X-Error-Code": "RepoNotFound"}),
                 404: lambda _, error: _error(404, "Not found"),
                 405: lambda _, error: _error(405, "Method not allowed"),
             },
@@ -253,7 +259,9 @@ async def _body(request: Request) -> Any:
 
 
 def _events(events: AsyncIterator[str]) -> Response:
-    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    # huggingface_hub 2.4.0 takes an event later than this date for news; uvicorn's own date is up to a second old.
+    headers = {"Cache-Control": "no-cache", "Date": formatdate(usegmt=True)}
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:

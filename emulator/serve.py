@@ -33,6 +33,7 @@ from emulator import reaper
 from emulator.bucket import MotoServer
 from emulator.gateway import BODY_LIMIT_BYTES, Gateway
 from emulator.hub import QUOTA_CALLS, Hub
+from emulator.hub_buckets import HubBuckets
 from emulator.job_environment import IMAGES, Image
 from emulator.jobs_state import Owner, Slots
 from emulator.ports import LOOPBACK
@@ -181,7 +182,7 @@ class Emulator:
         return self.runner.pids(self.runner.table.get(self.owner.name, job_id))
 
     def signal(self, job_id: str, signum: int) -> None:
-        """Send a signal to a Job as a fault: SIGKILL is a machine that dies, SIGSTOP one that hangs, SIGTERM preemption.
+        """Send a signal to a Job as a fault: SIGKILL is a machine that dies, SIGSTOP one that hangs, SIGTERM preempts.
 
         SIGTERM reaches the first process alone, as in a container; the others reach all.
         """
@@ -233,7 +234,8 @@ class Emulator:
             self._images,
             self._grace_s,
         )
-        self.hub = Hub(self.runner, self.owner, self.token, self._quota_calls)
+        buckets = HubBuckets(self.bucket, self.root / "xet", self.endpoint)
+        self.hub = Hub(self.runner, buckets, self.owner, self.token, self._quota_calls)
         server = uvicorn.Server(
             uvicorn.Config(
                 self.hub,
@@ -242,6 +244,7 @@ class Emulator:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                date_header=False,
                 timeout_graceful_shutdown=1,
             )
         )

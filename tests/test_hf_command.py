@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from emulator.serve import Emulator
+from jobs.bucket import Bucket
 
 HF = str(Path(sys.executable).with_name("hf"))
 FOREVER = ["python", "-S", "-c", "import time; print('up'); time.sleep(600)"]
@@ -95,3 +97,19 @@ def test_refusals(hf, words, reason):
 
 def test_a_wrong_token(hf):
     assert "token" in hf("ps", fails=True, HF_TOKEN="hf_wrong")
+
+
+def test_a_local_directory_goes_along(hf, emulator, tmp_path):
+    source = tmp_path / "src"
+    (source / "sub").mkdir(parents=True)
+    (source / "main.py").write_text("print('ran', open('sub/data.txt').read())")
+    (source / "sub" / "data.txt").write_text("first")
+    (source / "same.txt").write_text("first")  # same content, same Xet hash
+    script = "cd /work && python main.py && echo result > out.txt"
+    assert "ran first" in hf("run", "-v", "./src:/work:rw", "python:3.12", "/bin/sh", "-c", script)
+    (source / "sub" / "data.txt").write_text("second, and longer")
+    assert "ran second, and longer" in hf("run", "-v", "./src:/work", "python:3.12", "/bin/sh", "-c", script)
+    bucket = Bucket(replace(emulator.bucket, url="s3://jobs-artifacts"))
+    folder = bucket.list("")[0].partition("/")[0]
+    assert bucket.list("") == [f"{folder}/{name}" for name in ("main.py", "out.txt", "same.txt", "sub/data.txt")]
+    assert bucket.get(f"{folder}/out.txt") == b"result\n"

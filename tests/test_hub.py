@@ -1,5 +1,6 @@
 """The Hub's API as the unmodified client sees it: huggingface_hub's HfApi over real sockets, real processes behind."""
 
+import inspect
 import signal
 import sys
 import time
@@ -372,7 +373,9 @@ def test_metrics_are_measured_and_end_with_the_job(emulator, api, run):
     job = run(["python", "-S", "-c", "data = b'x' * 50_000_000\nprint('up', flush=True)\nwhile True: pass"])
     first_line(emulator, job)
     seen = []
-    for event in api.fetch_job_metrics(job_id=job.id, namespace="local"):
+    # 2.x of the client asks for one event unless told to follow, 1.x always follows.
+    follow = {"follow": True} if "follow" in inspect.signature(api.fetch_job_metrics).parameters else {}
+    for event in api.fetch_job_metrics(job_id=job.id, namespace="local", **follow):
         seen.append(event)
         if len(seen) == 2:
             api.cancel_job(job_id=job.id, namespace="local")

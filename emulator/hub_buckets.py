@@ -1,0 +1,194 @@
+"""The Hub's storage buckets over HTTP, as far as `hf jobs run -v ./directory:/path` and `HfApi` need them for uploads.
+
+Files come by way of Xet, whose client can write its content-addressed store to a local directory. Each write token
+names such a directory; `/batch` takes the files out of it and puts them into the S3 bucket of the same name, where
+volumes and S3 clients find them. Downloads through Xet are not offered: read buckets through S3.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from emulator.jobs_state import BadRequest, now, timestamp
+from jobs.bucket import Bucket, BucketSettings
+
+TOKEN_S = 3600.0
+"""How long a write token is good for; the client asks for another in time."""
+EXTRACT_S = 300.0
+
+# In a process of its own: the library starts a pool of threads that would stay, and locks the store it opens.
+_EXTRACT = """
+import json, sys
+from hf_xet import XetFileInfo, XetSession
+store, wanted = sys.argv[1], json.load(sys.stdin)
+with XetSession().new_file_download_group(endpoint="local://" + store) as group:
+    for xet_hash, path in wanted.items():
+        group.start_download_file(XetFileInfo(xet_hash), path)
+"""
+
+
+class UnknownBucket(KeyError):
+    """No bucket has this name (404)."""
+
+
+@dataclass
+class HubBucket:
+    """What the Hub knows about a bucket that S3 does not: when it was made, and each file's Xet hash."""
+
+    id: str
+    private: bool
+    created: str
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """In the words of `huggingface_hub.BucketInfo`."""
+        return {
+            "id": self.id,
+            "private": self.private,
+            "createdAt": self.created,
+            "size": sum(file["size"] for file in self.files.values()),
+            "totalFiles": len(self.files),
+        }
+
+
+class HubBuckets:
+    """The routes below /api/buckets. `directory` holds the Xet stores."""
+
+    def __init__(self, settings: BucketSettings, directory: Path, endpoint: str) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._endpoint = endpoint
+        self._buckets: dict[str, HubBucket] = {}
+        self._stores: list[Path] = []
+
+    @property
+    def routes(self) -> list[Route]:
+        """For the Hub's application."""
+        bucket = "/api/buckets/{namespace}/{name}"
+        return [
+            Route(bucket, self.create, methods=["POST"]),
+            Route(bucket, self.info, methods=["GET"]),
+            Route(f"{bucket}/xet-write-token", self.write_token),
+            Route(f"{bucket}/batch", self.batch, methods=["POST"]),
+            Route(f"{bucket}/paths-info", self.paths_info, methods=["POST"]),
+            Route(f"{bucket}/tree", self.tree),
+            Route(f"{bucket}/tree/{{prefix:path}}", self.tree),
+        ]
+
+    def _bucket(self, request: Request) -> HubBucket:
+        bucket = self._buckets.get("{namespace}/{name}".format_map(request.path_params))
+        if bucket is None:
+            raise UnknownBucket
+        return bucket
+
+    async def create(self, request: Request) -> Response:
+        """Make a bucket, here and in S3; 409 if there is one."""
+        bucket_id = "{namespace}/{name}".format_map(request.path_params)
+        url = f"{self._endpoint}/buckets/{bucket_id}"
+        if bucket_id in self._buckets:
+            return JSONResponse({"error": "You already created this bucket", "url": url}, 409)
+        await asyncio.to_thread(self._make, request.path_params["name"])
+        body = await request.json()
+        self._buckets[bucket_id] = HubBucket(bucket_id, bool(body.get("private")), str(timestamp(now())))
+        return JSONResponse({"url": url})
+
+    def _make(self, name: str) -> None:
+        client = self._open(name)._client
+        if not client.bucket_exists(name):
+            client.make_bucket(name)
+
+    def _open(self, name: str) -> Bucket:
+        return Bucket(replace(self._settings, url=f"s3://{name}"))
+
+    async def info(self, request: Request) -> Response:
+        """One bucket."""
+        return JSONResponse(self._bucket(request).to_json())
+
+    async def write_token(self, request: Request) -> Response:
+        """A directory of its own for what this client will upload."""
+        self._bucket(request)
+        self._directory.mkdir(exist_ok=True)
+        store = Path(tempfile.mkdtemp(dir=self._directory))
+        self._stores.append(store)
+        return JSONResponse(
+            {"casUrl": f"local://{store}", "accessToken": store.name, "exp": int(time.time() + TOKEN_S)}
+        )
+
+    async def batch(self, request: Request) -> Response:
+        """Add and delete files, each line one operation."""
+        bucket = self._bucket(request)
+        operations = [json.loads(line) for line in (await request.body()).splitlines() if line]
+        add = {op["path"]: op for op in operations if op["type"] == "addFile"}
+        delete = [op["path"] for op in operations if op["type"] == "deleteFile"]
+        if len(add) + len(delete) != len(operations):
+            raise BadRequest("only addFile and deleteFile are supported here")
+        sizes = await asyncio.to_thread(self._store, bucket.id.rpartition("/")[2], add, delete)
+        missing = [path for path in add if path not in sizes]
+        for path, size in sizes.items():
+            mtime = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(add[path]["mtime"] / 1000))
+            bucket.files[path] = {
+                "type": "file",
+                "path": path,
+                "size": size,
+                "xetHash": add[path]["xetHash"],
+                "mtime": mtime,
+                "uploadedAt": timestamp(now()),
+            }
+        for path in delete:
+            bucket.files.pop(path, None)
+        failed = [{"path": path, "error": "its content was not uploaded"} for path in missing]
+        answer = {"success": not failed, "processed": len(operations), "failed": failed}
+        return JSONResponse(answer, 422 if failed and not sizes else 200)
+
+    def _store(self, name: str, add: dict[str, dict[str, Any]], delete: list[str]) -> dict[str, int]:
+        """Put the files into S3; returns path -> size of those whose content was found."""
+        sizes: dict[str, int] = {}
+        bucket = self._open(name)
+        with tempfile.TemporaryDirectory(dir=self._directory.parent) as scratch:
+            wanted = {op["xetHash"]: str(Path(scratch, op["xetHash"])) for op in add.values()}
+            for index, store in enumerate(reversed(self._stores)):
+                if wanted_here := {h: path for h, path in wanted.items() if not Path(path).exists()}:
+                    self._extract(store, Path(scratch, f"store-{index}"), wanted_here)
+            for path, op in add.items():
+                content = Path(wanted[op["xetHash"]])
+                if content.exists():
+                    bucket.put_file(path, content)
+                    sizes[path] = content.stat().st_size
+        bucket.delete(delete)
+        return sizes
+
+    def _extract(self, store: Path, copy: Path, wanted: dict[str, str]) -> None:
+        """Take files out of a store, of which the uploading client may still hold the lock: hence the copy."""
+        shutil.copytree(store, copy)
+        subprocess.run(
+            [sys.executable, "-c", _EXTRACT, str(copy)],
+            input=json.dumps(wanted),
+            text=True,
+            stderr=subprocess.DEVNULL,
+            timeout=EXTRACT_S,
+            check=False,  # files that are not in this store
+        )
+
+    async def paths_info(self, request: Request) -> Response:
+        """Those of the asked files that exist."""
+        files = self._bucket(request).files
+        return JSONResponse([files[path] for path in (await request.json())["paths"] if path in files])
+
+    async def tree(self, request: Request) -> Response:
+        """All files below a prefix."""
+        prefix = request.path_params.get("prefix", "")
+        files = self._bucket(request).files
+        return JSONResponse([f for path, f in files.items() if not prefix or f"{path}/".startswith(f"{prefix}/")])
