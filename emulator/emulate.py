@@ -4,14 +4,11 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -23,6 +20,7 @@ from jobs import live, logs, plot, preflight, recipe, tiny
 from jobs.bucket import BucketSettings
 from jobs.cache import cache_dir
 from jobs.errors import AsyncgrpoError, ConfigError
+from jobs.interrupts import INTERRUPTED, interruptible
 from jobs.launch import Glance, Launch
 from jobs.names import check_run_name
 from jobs.recipe import Recipe
@@ -31,8 +29,6 @@ from jobs.spec import Engine
 
 log = logging.getLogger(__name__)
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 POLL_S = 0.5
 """How often the run is looked at: the stand-in has no quota to spare."""
 SIM_ENGINE = "emulator.sim_engine"
@@ -73,7 +69,7 @@ def emulate(options: Options) -> int:
     if (folder / "summary.json").exists():
         raise ConfigError(f"{folder} already holds a finished run: choose another name with --run.")
     folder.mkdir(parents=True, exist_ok=True)
-    with _interruptible():
+    with interruptible():
         try:
             summary = _run(options, chosen, run, folder, bucket, Injector(faults), started_at)
         except KeyboardInterrupt:
@@ -85,7 +81,7 @@ def emulate(options: Options) -> int:
 
 def serve() -> int:
     """Starts only the stand-in, prints its environment as KEY=value lines, and waits for Ctrl-C."""
-    with _interruptible(), Emulator() as emulator:
+    with interruptible(), Emulator() as emulator:
         for name, value in emulator.environment().items():
             click.echo(f"{name}={value}")
         sys.stdout.flush()
@@ -183,25 +179,6 @@ def _tell(summary: dict[str, Any], folder: Path, as_json: bool) -> None:
     click.echo("next:    asyncgrpo recipes NAME > mine.toml, change it, asyncgrpo emulate mine.toml", err=True)
     if as_json:
         click.echo(json.dumps(summary))
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a run as Ctrl-C does, with nothing left behind. A second signal does not disturb that."""
-    ending = threading.Event()
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if not ending.is_set():
-            ending.set()
-            raise KeyboardInterrupt
-
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(each, interrupt) for each in signals]
-    try:
-        yield
-    finally:
-        for each, handler in zip(signals, before, strict=True):
-            signal.signal(each, handler)
 
 
 def _process_started_at() -> float:
