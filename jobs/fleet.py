@@ -52,6 +52,7 @@ class Fleet:
     ) -> None:
         self.run, self.attempt, self.ack, self.load_deadline_s = run, attempt, ack, load_deadline_s
         self.model, self.dtype = model, dtype
+        self.promised: Facts | None = None
         self.engines: dict[str, Engine] = {}
         self.versions: dict[str, Version] = {}
         self.fatal: str | None = None
@@ -237,16 +238,16 @@ class Fleet:
                 f"{wire} stands for the adapter with digest {version.digest[:12]} for ever and cannot become "
                 f"{digest[:12]}: publish new weights under a new name."
             )
-        if version is None or version.state is VersionState.FAILED:
+        if version is None or version.state not in (VersionState.PUBLISHING, VersionState.LIVE):
             self._make_room(now)
-            order = version.order if version else len(self.versions)
-            self.versions[wire] = Version(wire, digest, order, in_flight=version.in_flight if version else 0)
+            order, in_flight = (version.order, version.in_flight) if version else (len(self.versions), 0)
+            version = self.versions[wire] = Version(wire, digest, order, in_flight=in_flight)
             for engine in self.engines.values():
-                if wire in engine.holdings:
-                    held = engine.holdings[wire]
-                    engine.holdings[wire] = Holding(held.held, held.digest, held.touched, attempts=held.attempts)
+                if holding := engine.holdings.get(wire):
+                    holding.permanent, holding.words, holding.since = False, None, None
+                    holding.failures, holding.not_before = 0, 0.0
                     self._check_digest(engine, wire)
-        return self.versions[wire]
+        return version
 
     def published(self, wire: str, now: float) -> None:
         """The version is durable and valid: engines load it from now on."""
@@ -297,6 +298,19 @@ class Fleet:
         """Time has passed."""
         self._settle(now)
 
+    def promise(self) -> Facts | None:
+        """What the trainer is told of its server, the smallest of each number; None while no engine has answered.
+
+        It is told once and relies on it, so an engine that comes later and offers less is not taken.
+        """
+        facts = [engine.facts for engine in self.members() if engine.facts]
+        if self.promised is None and facts:
+            numbers = ((f.max_model_len, f.max_loras, f.max_lora_rank) for f in facts)
+            self.promised = Facts(
+                facts[0].model, facts[0].dtype, *(min(column) for column in zip(*numbers, strict=True))
+            )
+        return self.promised
+
     # Queries
 
     def candidates(self, wire: str) -> list[str]:
@@ -332,6 +346,15 @@ class Fleet:
         0 by construction while syncs go well: neither a publish nor a load takes an engine out of `ready`."""
         return sum(engine.stall_s for engine in self.engines.values())
 
+    def members(self) -> list[Engine]:
+        """Engines that answered, belong to the run and are not leaving, whether they can be reached now or not."""
+        return [e for e in self.engines.values() if e.facts and not e.rejected and not e.leaving]
+
+    @property
+    def has_events(self) -> bool:
+        """Whether something happened since the last `drain_events`."""
+        return bool(self._events)
+
     def drain_events(self) -> list[Event]:
         """What happened since the last call."""
         events, self._events = self._events, []
@@ -343,6 +366,13 @@ class Fleet:
         for field, ours, theirs in (("model", self.model, facts.model), ("dtype", self.dtype, facts.dtype)):
             if ours is not None and ours != theirs:
                 return f"its {field} is {theirs!r} and the run's is {ours!r}: start this replica with the run's {field}"
+        for field in ("max_model_len", "max_loras", "max_lora_rank") if self.promised else ():
+            theirs, ours = getattr(facts, field), getattr(self.promised, field)
+            if theirs < ours:
+                flag = field.replace("_", "-")
+                return (
+                    f"its {field} is {theirs} and the trainer was told {ours}: start this replica with --{flag} {ours}"
+                )
         return None
 
     def _owed(self, engine: Engine) -> set[str]:
@@ -471,6 +501,8 @@ class Fleet:
             engine.dead = False
         elif before is EngineState.READY:
             self._events.append(Event("left", engine.name))
+        if state is EngineState.GONE and not engine.dead:
+            self._events.append(Event("given up", engine.name))
 
     # Rules about versions
 
@@ -483,7 +515,7 @@ class Fleet:
         A version recovered from the bucket may have been unloaded just before this proxy's last process was killed,
         with its mark not yet written, so the oldest of those makes room.
         """
-        slots = min((e.facts.max_loras for e in self.engines.values() if e.facts and e.answers), default=None)
+        slots = min((engine.facts.max_loras for engine in self.members() if engine.facts), default=None)
         live = self.live()
         while slots is not None and len(live) >= slots:
             if not live[0].recovered:
