@@ -1,0 +1,191 @@
+"""The training child with the real TRL, against the simulated engine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import tiny, trl_patches
+from jobs.bundle import app_dir
+from jobs.errors import ConfigError
+from jobs.recipe import load
+from jobs.spec import ModelRef, RunSpec
+from jobs.train import TERMINATED, InterruptibleQueue, Stop, Terminated
+from tests.engines import Engine, running, sim_command
+
+WAIT_S = 90.0
+"""For what takes some 8 s on an idle machine, most of it the imports of TRL."""
+
+
+@pytest.fixture
+def engine(tmp_path: Path, free_port: int) -> Iterator[Engine]:
+    model = str(tiny.build("digit"))
+    environ = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    with running(sim_command(free_port, model=model), environ, free_port, tmp_path / "engine.log") as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCGRPO_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+class Training:
+    """A training child at work."""
+
+    def __init__(self, folder: Path, url: str, *overrides: str, resume: Path | None = None) -> None:
+        folder.mkdir(exist_ok=True)
+        model = str(tiny.build("digit"))
+        spec = RunSpec("test", load("digit", overrides=overrides), ModelRef("path", model, model))
+        (folder / "spec.json").write_bytes(spec.to_json())
+        self.output, self.log = folder / "output", folder / "log"
+        self.output.mkdir()
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(app_dir()),
+            "ASYNCGRPO_SPEC_FILE": str(folder / "spec.json"),
+            "ASYNCGRPO_MODEL_DIR": model,
+            "ASYNCGRPO_SERVER_URL": url,
+            "ASYNCGRPO_OUTPUT_DIR": str(self.output),
+            "ASYNCGRPO_PARENT": str(os.getpid()),
+            "ASYNCGRPO_RESUME": str(resume or ""),
+        }
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen([sys.executable, "-m", "jobs.train"], env=environ, stdout=log, stderr=log)
+
+    def rows(self) -> list[dict[str, Any]]:
+        file = self.output / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows() if "step" in row and "event" not in row]
+
+    def wait_for(self, happened: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            if found := happened():
+                return found
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            time.sleep(0.05)
+        raise AssertionError(self.log.read_text()[-4000:])
+
+    def children(self) -> list[int]:
+        ids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in ids if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.fixture
+def train(tmp_path: Path, engine: Engine) -> Iterator[Callable[..., Training]]:
+    started: list[Training] = []
+
+    def start(*overrides: str, resume: Path | None = None) -> Training:
+        started.append(Training(tmp_path / f"training-{len(started)}", engine.url, *overrides, resume=resume))
+        return started[-1]
+
+    yield start
+    for training in started:
+        training.process.kill()
+        training.process.wait()
+
+
+def test_a_preempted_run_goes_on_where_it_was(train: Callable[..., Training], engine: Engine) -> None:
+    first = train("trainer.max_steps=100000")
+    first.wait_for(lambda: len(first.steps()) >= 3)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.process.wait(WAIT_S) == TERMINATED == 143
+    done = first.steps()[-1]["step"]
+    (saved,) = [row for row in first.rows() if row.get("event") == "saved"]
+    checkpoint = Path(saved["path"])
+    assert checkpoint.name == f"checkpoint-{saved['step']}" and saved["step"] >= done
+    files = {"adapter_model.safetensors", "optimizer.pt", "trainer_state.json", "rollout_state.json"}
+    assert files <= {path.name for path in checkpoint.iterdir()}
+    version = json.loads((checkpoint / "rollout_state.json").read_text())["model_version"]
+    assert version >= 3
+    assert [row["name"] for row in first.rows() if row.get("event") == "phase"] == ["imported", "built", "started"]
+    row = first.steps()[1]
+    assert {"reward", "ratio", "loss", "perf/step_s", "sample/staleness_mean", "time"} <= row.keys()
+    assert first.log.read_text().count("step 2 of ") == 1
+
+    second = train(f"trainer.max_steps={saved['step'] + 2}", resume=checkpoint)
+    assert second.process.wait(WAIT_S) == 0, second.log.read_text()[-4000:]
+    assert [row["step"] for row in second.steps()] == [saved["step"] + 1, saved["step"] + 2]
+    assert json.loads((second.output / "final" / "adapter_config.json").read_text())["r"] == 8
+    assert (second.output / "final" / "adapter_model.safetensors").stat().st_size > 10_000
+    loads = [event["model"] for event in engine.get("/sim/log").json()["events"] if event["event"] == "load"]
+    assert loads[-1] == f"trl-policy-v{version + 3}"  # the count goes on: one at the start, one a step
+
+
+def test_rollouts_end_with_a_killed_trainer(train: Callable[..., Training]) -> None:
+    training = train("trainer.max_steps=100000", "reward.functions=['tests.test_train:broken']")
+    errors = training.wait_for(lambda: [row for row in training.rows() if row.get("event") == "reward_error"])
+    assert errors[0]["error"] == "RuntimeError: this reward is broken"
+    (rollouts,) = training.wait_for(training.children)
+    training.process.kill()
+    training.process.wait()
+    deadline = time.monotonic() + WAIT_S
+    while Path(f"/proc/{rollouts}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{rollouts}").exists()
+
+
+def broken(completions: list[Any], **_: Any) -> list[float | None]:
+    raise RuntimeError("this reward is broken")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.max_stalenes=4", "AsyncGRPOConfig has no such field. Did you mean max_staleness?"),
+        ("trainer.output_dir='x'", "trainer.output_dir = 'x': set by asyncgrpo itself"),
+        ("dataset.load='jobs.tiny:none'", "dataset.load = 'jobs.tiny:none': jobs.tiny has no none"),
+        ("reward.functions=['nothing:f']", "module nothing cannot be imported"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, words: str
+) -> None:
+    from jobs import train as module
+
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    with trl_patches.without_vllm():
+        import trl.experimental.async_grpo  # noqa: F401
+    environ = {
+        "ASYNCGRPO_MODEL_DIR": "none",
+        "ASYNCGRPO_OUTPUT_DIR": str(tmp_path),
+        "ASYNCGRPO_SERVER_URL": "http://127.0.0.1:9",
+    }
+    with pytest.raises(ConfigError) as caught:
+        module.build(load("digit", overrides=[override]), environ, unarmed(), on_cpu=True)
+    assert words in str(caught.value)
+
+
+def unarmed() -> Stop:
+    """A Stop that leaves the signals of the tests' own process alone."""
+    stop = Stop.__new__(Stop)
+    stop.training = stop.asked = False
+    return stop
+
+
+def test_waiting_for_rollouts_ends_when_asked() -> None:
+    import queue
+    import threading
+
+    stop, rollouts = unarmed(), queue.Queue[int]()
+    reader = InterruptibleQueue(rollouts, stop)
+    rollouts.put(5)
+    assert reader.get(timeout=5.0) == 5
+    assert reader.qsize() == 0
+    with pytest.raises(queue.Empty):
+        reader.get(timeout=0.5)
+    threading.Timer(0.1, lambda: setattr(stop, "asked", True)).start()
+    begun = time.monotonic()
+    with pytest.raises(Terminated):
+        reader.get(timeout=60.0)
+    assert time.monotonic() - begun < 5
