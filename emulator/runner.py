@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from minio.error import MinioException
+from urllib3.exceptions import HTTPError
+
 from emulator import job_environment, ports
 from emulator.gateway import Gateway, Route
 from emulator.job_environment import IMAGES, Image, Places
 from emulator.job_log import STARTED, JobLog
 from emulator.jobs_state import BadRequest, Expose, Job, JobSpec, JobTable, Owner, Slots, Stage, now, timestamp
+from emulator.live_mount import LiveMount
 from emulator.processes import CannotStart, JobProcess
-from emulator.volumes import NoSuchVolume, Snapshot, Volumes
+from emulator.volumes import NoSuchVolume, Volumes
 from jobs.errors import AsyncgrpoError
 
+log = logging.getLogger(__name__)
+
+MOUNT_POLL_S = 0.5
+"""How often a mount looks at its bucket; a fifth of its lag."""
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL. Shorter than a cluster's usual 30 s: what relies on more must fail here."""
 
@@ -147,7 +156,7 @@ class Runner:
         try:
             if (devices := await self._place(running)) is not None:
                 job.finish(*await self._mounted(running, image, devices))
-        except (CannotStart, NoSuchVolume, AsyncgrpoError) as error:
+        except (CannotStart, NoSuchVolume, AsyncgrpoError, MinioException, HTTPError) as error:
             job.finish(Stage.ERROR, f"Job failed to start: {error}")
         except asyncio.CancelledError:
             job.finish(Stage.CANCELED, "the emulator ended")
@@ -177,25 +186,37 @@ class Runner:
         places = Places(self.root / job.id)
         await asyncio.to_thread(places.make, image)
         mounts = {volume.mount_path: str(places.mount(volume.mount_path)) for volume in spec.volumes}
-        before: dict[str, Snapshot] = {}
+        live: list[LiveMount] = []
+        following = asyncio.create_task(self._follow(live), name=f"mounts-{job.id}")
         try:
-            for volume in spec.volumes:
-                before[volume.mount_path] = await asyncio.to_thread(
-                    self.volumes.fetch, volume, places.mount(volume.mount_path)
-                )
+            for seed, volume in enumerate(spec.volumes):
+                directory = places.mount(volume.mount_path)
+                if mount := await asyncio.to_thread(self.volumes.mount, volume, directory, seed):
+                    live.append(mount)
             binds = {port: f"{ports.LOOPBACK}:{local}" for port, local in running.binds.items()}
-            environment = job_environment.environment(
-                spec, job.id, image, places, mounts, binds, devices, self.mark
-            )
+            environment = job_environment.environment(spec, job.id, image, places, mounts, binds, devices, self.mark)
             command = job_environment.command(spec, image, mounts)
             return await self._attempts(running, command, environment, places)
         finally:
-            for volume in spec.volumes:
-                if volume.writable and volume.mount_path in before:
-                    await asyncio.to_thread(
-                        self.volumes.store, volume, places.mount(volume.mount_path), before[volume.mount_path]
-                    )
+            following.cancel()
+            await asyncio.wait([following])  # a step under way is finished before the last one
+            for mount in live:
+                await asyncio.to_thread(mount.flush)
             await asyncio.to_thread(shutil.rmtree, places.root, True)
+
+    async def _follow(self, live: list[LiveMount]) -> None:
+        """Let the Job's mounts follow their buckets until cancelled."""
+        while True:
+            await asyncio.sleep(MOUNT_POLL_S)
+            for mount in live:
+                step = asyncio.ensure_future(asyncio.to_thread(mount.step))
+                try:
+                    await asyncio.shield(step)
+                except asyncio.CancelledError:
+                    await asyncio.wait([step])
+                    raise
+                except (AsyncgrpoError, MinioException, HTTPError) as error:  # away or throttled: it lags more
+                    log.info("mount %s: %s", mount.directory, error)
 
     async def _attempts(
         self, running: Running, command: list[str], environment: Mapping[str, str], places: Places

@@ -36,6 +36,7 @@ from emulator.hub import QUOTA_CALLS, Hub
 from emulator.hub_buckets import HubBuckets
 from emulator.job_environment import IMAGES, Image
 from emulator.jobs_state import Owner, Slots
+from emulator.live_mount import LAG_S
 from emulator.ports import LOOPBACK
 from emulator.runner import GRACE_S, Runner
 from emulator.volumes import Volumes
@@ -59,7 +60,8 @@ class Emulator:
 
     `bucket` is an S3 bucket that exists, or None for a fresh moto server. `devices` are CUDA devices that GPU Jobs
     share; without any, GPU Jobs run on the CPU. `logs` is where the Jobs' logs are kept; they are temporary otherwise.
-    `repositories` maps "model:org/name" to a local directory for volumes of that type.
+    `repositories` maps "model:org/name" to a local directory for volumes of that type. `mount_lag_s` is how late, on
+    the mean, a mounted bucket shows what others wrote.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Emulator:
         grace_s: float = GRACE_S,
         body_limit_bytes: int = BODY_LIMIT_BYTES,
         quota_calls: int = QUOTA_CALLS,
+        mount_lag_s: float = LAG_S,
         port: int = 0,
     ) -> None:
         self.token = f"hf_{secrets.token_hex(17)}"
@@ -89,6 +92,7 @@ class Emulator:
         self._grace_s = grace_s
         self._body_limit_bytes = body_limit_bytes
         self._quota_calls = quota_calls
+        self._mount_lag_s = mount_lag_s
         self._port = port
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
@@ -227,7 +231,7 @@ class Emulator:
             self.root,
             logs,
             self.gateway,
-            Volumes(self.bucket, self._repositories),
+            Volumes(self.bucket, self._repositories, self._mount_lag_s),
             self._slots,
             self.mark,
             self._report,

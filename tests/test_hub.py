@@ -469,6 +469,23 @@ def test_volumes(emulator, api, run):
     assert bucket.list("elsewhere/") == ["elsewhere/c.txt"]
 
 
+def test_a_mounted_bucket_follows_what_others_write():
+    with Emulator(grace_s=0.5, mount_lag_s=0.1) as emulator:
+        api = HfApi(endpoint=emulator.endpoint, token=emulator.token)
+        bucket = Bucket(emulator.bucket)
+        wait = "while ! test -s {0}; do sleep 0.05; done; cat {0}; echo"
+        command = ["/bin/sh", "-c", f"{wait.format('/data/v1/a')}; echo answer > /data/answer; sleep 600"]
+        volume = Volume(type="bucket", source="local/asyncgrpo", mount_path="/data")
+        job = api.run_job(image=IMAGE, command=command, volumes=[volume], namespace="local")
+        running(api, job)
+        bucket.put("v1/a", b"published later")
+        eventually(lambda: bucket.list("answer") == ["answer"])
+        api.cancel_job(job_id=job.id, namespace="local")
+        ended(api, job)
+        log = emulator.runner.log(emulator.runner.table.get("local", job.id)).read()
+        assert log[-1]["data"] == "published later"
+
+
 @pytest.mark.parametrize(
     "volume",
     [

@@ -1,0 +1,152 @@
+"""A bucket's folder as a directory that follows it, late and in no order, as the Hub's mount does.
+
+Measured on the real one: a file is whole or absent; what another machine wrote is seen about 2.5 s later; the files of
+one directory come in any order, so a reader meets every mixture of old and new; empty directories do not travel. Here
+each change gets its own delay when it is first noticed. What the Job writes is uploaded once it stopped changing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from minio import Minio
+
+from jobs.bucket import Bucket, BucketSettings
+
+LAG_S = 2.5
+"""Mean time until a change is seen (measured on the Hub's mount, 2026-09)."""
+SPREAD = 0.8
+"""A delay is drawn from (1 - SPREAD) to (1 + SPREAD) times the mean."""
+
+Stat = tuple[int, int]
+Snapshot = dict[str, Stat]
+"""Relative path -> (size, modification time in ns) of a file."""
+
+
+def snapshot(directory: Path) -> Snapshot:
+    """All files below a directory, but for those that vanish meanwhile."""
+    found: Snapshot = {}
+    for path in directory.rglob("*"):
+        try:
+            if path.is_file():
+                found[str(path.relative_to(directory))] = (path.stat().st_size, path.stat().st_mtime_ns)
+        except FileNotFoundError:
+            continue
+    return found
+
+
+class Arrivals:
+    """Which of the bucket's changes are to be shown by now. Pure: times come in, nothing is read or written.
+
+    `shown` is what the directory shows, path -> etag.
+    """
+
+    def __init__(self, delay_s: Callable[[], float]) -> None:
+        self.shown: dict[str, str] = {}
+        self._delay_s = delay_s
+        self._due: dict[str, tuple[str | None, float]] = {}
+
+    def now(self, listing: Mapping[str, str], at: float) -> dict[str, str | None]:
+        """Path -> etag to show now, or None for a file to remove, given what the bucket lists at this time."""
+        for path in {*listing, *self.shown, *self._due}:
+            etag = listing.get(path)
+            if self.shown.get(path) == etag:
+                self._due.pop(path, None)
+            elif path not in self._due or self._due[path][0] != etag:
+                self._due[path] = (etag, at + self._delay_s())
+        ripe = {path: etag for path, (etag, due) in self._due.items() if due <= at}
+        for path, etag in ripe.items():
+            del self._due[path]
+            if etag is None:
+                del self.shown[path]
+            else:
+                self.shown[path] = etag
+        return ripe
+
+
+class LiveMount:
+    """One mounted folder: `s3://bucket/folder` of `settings` at `directory`. Its methods block; one at a time."""
+
+    def __init__(
+        self, settings: BucketSettings, directory: Path, writable: bool, lag_s: float = LAG_S, seed: int = 0
+    ) -> None:
+        where, endpoint = urlsplit(settings.url), urlsplit(settings.endpoint)
+        self.directory = directory
+        self.writable = writable
+        self._bucket = Bucket(settings)
+        self._name = where.netloc
+        self._folder = f"{where.path.strip('/')}/".lstrip("/")
+        self._client = Minio(
+            endpoint.netloc,
+            settings.access_key,
+            settings.secret_key,
+            secure=endpoint.scheme == "https",
+            region=settings.region,
+        )
+        draw = random.Random(seed)
+        self._arrivals = Arrivals(lambda: lag_s * draw.uniform(1 - SPREAD, 1 + SPREAD))
+        self._known: Snapshot = {}
+        self._last: Snapshot = {}
+
+    def _list(self) -> dict[str, str]:
+        objects = self._client.list_objects(self._name, prefix=self._folder, recursive=True)
+        return {
+            object.object_name.removeprefix(self._folder): str(object.etag)
+            for object in objects
+            if object.object_name and not object.object_name.endswith("/")
+        }
+
+    def fill(self) -> int:
+        """Show everything there is, at once: the mount is new. Returns the number of files."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for path, etag in self._list().items():
+            self._show(path)
+            self._arrivals.shown[path] = etag
+        return len(self._arrivals.shown)
+
+    def step(self) -> None:
+        """Upload what the Job wrote and finished, then show what has become due."""
+        self._upload(finished_only=True)
+        for path, etag in self._arrivals.now(self._list(), time.monotonic()).items():
+            if etag is not None:
+                self._show(path)
+            elif path in self._known:
+                (self.directory / path).unlink(missing_ok=True)
+                self._known.pop(path)
+
+    def flush(self) -> None:
+        """Upload all that is left: the Job is over."""
+        self._upload(finished_only=False)
+
+    def _show(self, path: str) -> None:
+        target = self.directory / path
+        part = self.directory.with_name(f"{self.directory.name}.part")  # not inside: nobody may see half a file
+        self._bucket.get_file(path, part)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part.replace(target)
+        self._known[path] = (target.stat().st_size, target.stat().st_mtime_ns)
+
+    def _upload(self, finished_only: bool) -> None:
+        if not self.writable:
+            return
+        present = snapshot(self.directory)
+        for path, stat in present.items():
+            if self._known.get(path) != stat and (not finished_only or self._last.get(path) == stat):
+                copy = self.directory.with_name(f"{self.directory.name}.copy")
+                shutil.copyfile(self.directory / path, copy)
+                self._bucket.put_file(path, copy)
+                # The etag of an object sent in one piece is its MD5, so what comes back is known to be our own.
+                self._arrivals.shown[path] = hashlib.md5(copy.read_bytes(), usedforsecurity=False).hexdigest()
+                self._known[path] = stat
+                copy.unlink()
+        for path in self._known.keys() - present.keys():
+            self._bucket.delete([path])
+            self._known.pop(path)
+            self._arrivals.shown.pop(path, None)
+        self._last = present

@@ -1,0 +1,104 @@
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emulator.live_mount import Arrivals, LiveMount
+from jobs.bucket import Bucket, BucketSettings
+
+PATHS = st.sampled_from(["a", "b", "d/c"])
+
+
+def test_each_change_waits_for_its_own_time():
+    delays = iter([3.0, 1.0, 2.0, 1.0])
+    arrivals = Arrivals(lambda: next(delays))
+    assert arrivals.now({"a": "1"}, 0.0) == {}
+    assert arrivals.now({"a": "1", "b": "1"}, 1.0) == {}
+    assert arrivals.now({"a": "1", "b": "1"}, 2.0) == {"b": "1"}  # written later, seen first
+    assert arrivals.now({"a": "2", "b": "1"}, 2.5) == {}  # overwritten before it was seen: waits anew
+    assert arrivals.now({"a": "2", "b": "1"}, 4.5) == {"a": "2"}
+    assert arrivals.now({"b": "1"}, 5.0) == {}
+    assert arrivals.now({"b": "1"}, 6.0) == {"a": None}
+    assert arrivals.shown == {"b": "1"}
+
+
+@given(st.lists(st.dictionaries(PATHS, st.sampled_from("123")), max_size=10), st.integers(0, 99))
+def test_in_the_end_it_shows_what_there_is(listings, seed):
+    draw = random.Random(seed)
+    arrivals = Arrivals(lambda: draw.uniform(0, 3))
+    shown = {}
+    for at, listing in enumerate([*listings, *[listings[-1] if listings else {}] * 2]):
+        at = at if at < len(listings) else at + 10
+        for path, etag in arrivals.now(listing, float(at)).items():
+            if etag is None:
+                del shown[path]
+            else:
+                shown[path] = etag
+        assert shown == arrivals.shown
+    assert shown == (listings[-1] if listings else {})
+
+
+@pytest.fixture
+def settings(moto_bucket):
+    return replace(BucketSettings.from_env(moto_bucket.environ), url=f"s3://{moto_bucket.name}/run")
+
+
+def content(directory):
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_what_one_writes_the_other_sees(settings, tmp_path):
+    Bucket(settings).put("there/before.txt", b"old")
+    one = LiveMount(settings, tmp_path / "one", writable=True, lag_s=0.0)
+    two = LiveMount(settings, tmp_path / "two", writable=False, lag_s=0.0)
+    assert one.fill() == two.fill() == 1
+    (one.directory / "v1").mkdir()
+    (one.directory / "v1" / "x").write_bytes(b"12")
+    one.step()
+    two.step()
+    assert "v1/x" not in content(two.directory)  # it may still be being written
+    one.step()
+    two.step()
+    assert content(two.directory) == {"there/before.txt": b"old", "v1/x": b"12"}
+    Bucket(settings).put("there/before.txt", b"new")
+    (one.directory / "v1" / "x").unlink()
+    for _ in range(2):
+        one.step()
+        two.step()
+    assert content(one.directory) == content(two.directory) == {"there/before.txt": b"new"}
+
+
+def test_a_writer_does_not_get_its_own_file_back_over_a_newer_one(settings, tmp_path):
+    mount = LiveMount(settings, tmp_path / "m", writable=True, lag_s=0.0)
+    mount.fill()
+    (mount.directory / "x").write_bytes(b"first")
+    mount.step()
+    mount.step()
+    (mount.directory / "x").write_bytes(b"second")
+    mount.step()
+    assert content(mount.directory) == {"x": b"second"}
+    mount.flush()
+    assert Bucket(settings).get("x") == b"second"
+
+
+def test_read_only_is_never_written_back(settings, tmp_path):
+    mount = LiveMount(settings, tmp_path / "m", writable=False, lag_s=0.0)
+    mount.fill()
+    (mount.directory / "x").write_bytes(b"lost")
+    mount.step()
+    mount.step()
+    mount.flush()
+    assert Bucket(settings).list("") == []
+
+
+def test_lag_shows_old_and_new_together(settings, tmp_path):
+    bucket = Bucket(settings)
+    mount = LiveMount(settings, tmp_path / "m", writable=False, lag_s=1e6)
+    mount.fill()
+    for name in ("config", "tensors", "manifest"):
+        bucket.put(name, b"x")
+    mount.step()
+    mount.step()
+    assert content(mount.directory) == {}
