@@ -115,7 +115,11 @@ class LiveMount:
         self._upload(finished_only=True)
         for path, etag in self._arrivals.now(self._list(), time.monotonic()).items():
             if etag is not None:
-                self._show(path)
+                try:
+                    self._show(path)
+                except Exception:
+                    self._arrivals.shown.pop(path)  # throttled, or gone meanwhile: it is noticed anew
+                    raise
             elif path in self._known:
                 (self.directory / path).unlink(missing_ok=True)
                 self._known.pop(path)

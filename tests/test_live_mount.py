@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from emulator.live_mount import Arrivals, LiveMount
 from jobs.bucket import Bucket, BucketSettings
+from jobs.errors import BucketError
 
 PATHS = st.sampled_from(["a", "b", "d/c"])
 
@@ -91,6 +92,18 @@ def test_read_only_is_never_written_back(settings, tmp_path):
     mount.step()
     mount.flush()
     assert Bucket(settings).list("") == []
+
+
+def test_a_file_that_could_not_be_read_comes_later(settings, tmp_path, monkeypatch):
+    mount = LiveMount(settings, tmp_path / "m", writable=False, lag_s=0.0)
+    mount.fill()
+    Bucket(settings).put("x", b"1")
+    with monkeypatch.context() as away:
+        away.setattr(mount, "_show", lambda path: (_ for _ in ()).throw(BucketError("away")))
+        with pytest.raises(BucketError):
+            mount.step()
+    mount.step()
+    assert content(mount.directory) == {"x": b"1"}
 
 
 def test_lag_shows_old_and_new_together(settings, tmp_path):
