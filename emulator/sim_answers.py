@@ -107,8 +107,8 @@ def event(ask: Completion, name: str, index: int, sampled: Sampled, at: int, end
         logprobs = {
             "text_offset": [len(text(sampled.tokens[:at]))],
             "token_logprobs": [top[0][1]],
-            "tokens": [text([token])],
-            "top_logprobs": [{text([other]): value for other, value in top}],
+            "tokens": [_word(ask, token)],
+            "top_logprobs": [{_word(ask, other): value for other, value in top}],
         }
     choice = {
         "index": index,
@@ -142,6 +142,10 @@ def _top(row: list[float], state: int, end: int, count: int) -> list[tuple[int, 
     return [(end if each == STATES - 1 else each, max(row[each], LOWEST)) for each in states]
 
 
+def _word(ask: Completion, token: int) -> str:
+    return f"token_id:{token}" if ask.tokens_as_ids else text([token])
+
+
 def _logprobs(
     ask: Completion, prompt: list[int], scores: list[dict[str, Any] | None] | None, sampled: Sampled, end: int
 ) -> dict[str, Any]:
@@ -154,7 +158,7 @@ def _logprobs(
         tokens += sampled.tokens
         picked = zip(sampled.rows, sampled.states, strict=True)
         steps += [_top(row, state, end, ask.logprobs or 0) for row, state in picked]
-    words = [text([token]) for token in tokens]
+    words = [_word(ask, token) for token in tokens]
     offsets, at = [], 0
     for word in words:
         offsets.append(at)
@@ -163,7 +167,7 @@ def _logprobs(
         "text_offset": offsets,
         "token_logprobs": [None if step is None else step[0][1] for step in steps],
         "tokens": words,
-        "top_logprobs": [None if step is None else {text([t]): value for t, value in step} for step in steps],
+        "top_logprobs": [None if step is None else {_word(ask, t): value for t, value in step} for step in steps],
     }
 
 

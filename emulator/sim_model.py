@@ -30,7 +30,7 @@ Weights = list[list[float]]
 
 
 class Failed(Exception):
-    """An adapter cannot be loaded; the message is in vLLM's words, which hide paths. `missing` if there is none at all."""
+    """An adapter cannot be loaded; in vLLM's words, which hide paths. `missing` if there is none at all."""
 
     def __init__(self, message: str, missing: bool = False) -> None:
         super().__init__(message)

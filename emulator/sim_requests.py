@@ -53,6 +53,7 @@ class Completion:
     stream: bool
     usage: bool
     token_ids: bool
+    tokens_as_ids: bool
     ignore_end: bool
     stops: tuple[str, ...]
     stop_ids: frozenset[int]
@@ -154,6 +155,7 @@ def completion(body: Mapping[str, Any], limits: Limits, known: Mapping[str, Any]
         stream=bool(body.get("stream")),
         usage=bool((body.get("stream_options") or {}).get("include_usage")),
         token_ids=bool(body.get("return_token_ids")),
+        tokens_as_ids=bool(body.get("return_tokens_as_token_ids")),
         ignore_end=bool(body.get("ignore_eos")),
         stops=tuple([stops] if isinstance(stops, str) else stops),
         stop_ids=frozenset(body.get("stop_token_ids") or ()),

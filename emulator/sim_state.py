@@ -209,7 +209,10 @@ class Engine:
                 await self._awake.wait()
                 table = self.table(adapter)
                 cached = self._cache.take(ask.model, prompt)
-                how = Sampling(ask.max_tokens, ask.temperature, settings.end, ask.ignore_end, ask.stop_ids, ask.stops)
+                # Asked only to score a prompt, vLLM still makes one token, and does not show it.
+                how = Sampling(
+                    max(ask.max_tokens, 1), ask.temperature, settings.end, ask.ignore_end, ask.stop_ids, ask.stops
+                )
                 sampled = replace(sample(table, prompt[-1], how, draw), cached_tokens=cached)
                 if fault and fault.finish_reason:
                     sampled = sampled.cut(len(sampled.tokens) // 2, fault.finish_reason)

@@ -116,7 +116,7 @@ class ReplicaMiddleware:
 
     async def _describe(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What this engine is and holds. The adapters are those that the engine itself lists."""
-        status, body = await _ask(self.app, scope, "/v1/models")
+        status, body = await _ask(self.app, scope, receive, "/v1/models")
         if status != 200:
             await _answer(send, 200, {**self._identity, "ready": False, "adapters": {}})
             return
@@ -167,12 +167,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _ask(app: App, scope: Scope, path: str) -> tuple[int, bytes]:
+async def _ask(app: App, scope: Scope, receive: Receive, path: str) -> tuple[int, bytes]:
     """Status and body of GET `path`, asked of the application below, in this process."""
     status, parts = 0, b""
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": b"", "more_body": False}
 
     async def send(message: Message) -> None:
         nonlocal status, parts
@@ -182,7 +179,7 @@ async def _ask(app: App, scope: Scope, path: str) -> tuple[int, bytes]:
 
     path = scope.get("root_path", "") + path
     asked = {"method": "GET", "path": path, "raw_path": path.encode(), "query_string": b"", "state": {}}
-    await app({**scope, **asked}, receive, send)
+    await app({**scope, **asked}, _replay(b"", receive), send)
     return status, parts
 
 

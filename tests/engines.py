@@ -14,11 +14,19 @@ from typing import Any
 
 import requests
 
+from jobs.bucket import Bucket
 from jobs.bundle import app_dir
 from jobs.http import KEY_HEADER
+from jobs.manifest import adapter_prefix, build
+from jobs.names import parse_wire
+from jobs.replica import CPU_ENVIRONMENT
 
 KEY = "5e" * 32
 """The run's key in tests."""
+SHARED_FLAGS = (
+    *("--max-model-len", "256", "--max-num-seqs", "64", "--enable-lora", "--max-lora-rank", "8"),
+    *("--max-loras", "6", "--max-cpu-loras", "8"),
+)
 READY_S = 120.0
 """Longest start of a real vLLM on a machine that is busy with other tests."""
 
@@ -61,7 +69,7 @@ def running(command: list[str], environ: Mapping[str, str], port: int, log: Path
 
 
 def sim_command(port: int, *flags: str, model: str = "tiny") -> list[str]:
-    """The simulated engine at once: no time passes for tokens and loads unless `flags` say so."""
+    """The simulated engine: no time passes for tokens and loads unless `flags` say so."""
     command = [
         sys.executable,
         "-m",
@@ -73,7 +81,7 @@ def sim_command(port: int, *flags: str, model: str = "tiny") -> list[str]:
         "--model",
         model,
     ]
-    return [*command, "--served-model-name", "tiny", *flags]
+    return [*command, "--served-model-name", "tiny", "--dtype", "float32", *SHARED_FLAGS, *flags]
 
 
 def _wait(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -88,3 +96,40 @@ def _wait(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
         except OSError:
             time.sleep(0.05)
     raise AssertionError(f"engine did not start: {log.read_text()[-4000:]}")
+
+
+def vllm_command(port: int, model: str, *flags: str) -> list[str]:
+    """A real vLLM on the CPU with the same flags that the recipes of the tiny models give it."""
+    return [
+        *(sys.executable, "-m", "jobs.vllm_server", "--model", model, "--host", "127.0.0.1", "--port", str(port)),
+        *("--served-model-name", "tiny", "--dtype", "float32", "--kv-cache-memory-bytes", "33554432"),
+        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enforce-eager"),
+        *SHARED_FLAGS,
+        *flags,
+    ]
+
+
+def engine_environ(adapters: Path, bucket: Mapping[str, str]) -> dict[str, str]:
+    """What the middleware and both engines read: the run's key, the store's directory, the bucket, open endpoints."""
+    return {
+        **CPU_ENVIRONMENT,
+        **bucket,
+        "HF_HUB_OFFLINE": "1",
+        "ASYNCGRPO_KEY": KEY,
+        "ASYNCGRPO_ADAPTERS": str(adapters),
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def publish(bucket: Bucket, directory: Path, wire: str, key: str = KEY) -> str:
+    """Publishes an adapter as the proxy does; what a load's `lora_path` says to name it."""
+    name = parse_wire(wire)
+    assert name is not None
+    manifest = build(directory, name, "tiny").sign(key)
+    prefix = adapter_prefix(name.run, name.attempt, name.version)
+    for file in manifest.files:
+        bucket.put_file(f"{prefix}/{file}", directory / file)
+    bucket.put(f"{prefix}/manifest.json", manifest.to_json())
+    return f"manifest:{prefix}/manifest.json"
