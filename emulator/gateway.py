@@ -96,6 +96,7 @@ class Gateway:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             date_header=False,
             timeout_keep_alive=LISTEN_KEEP_ALIVE_S,
@@ -109,20 +110,19 @@ class Gateway:
         listener = socket.create_server((LOOPBACK, 0), backlog=self._config.backlog)
         route = Route(job_id, port, public, locate, f"http://{LOOPBACK}:{listener.getsockname()[1]}")
         self._routes[listener.getsockname()[1]] = route
-        make = functools.partial(
-            HttpToolsProtocol, config=self._config, server_state=self._state, app_state={}
-        )
+        make = functools.partial(HttpToolsProtocol, config=self._config, server_state=self._state, app_state={})
         route.server = await asyncio.get_running_loop().create_server(make, sock=listener)
         return route
 
     def close_route(self, route: Route) -> None:
-        """Stop listening. Requests under way go on."""
+        """Stop listening. Requests under way go on, their connections get no other."""
+        self._routes.pop(int(route.url.rpartition(":")[2]), None)
         if route.server:
             route.server.close()
 
     async def close(self) -> None:
         """Stop listening everywhere and drop every connection."""
-        for route in self._routes.values():
+        for route in list(self._routes.values()):
             self.close_route(route)
         for connection in list(self._state.connections):
             if transport := getattr(connection, "transport", None):
@@ -145,7 +145,10 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check the token and the size, then forward."""
-        route = self._routes[scope["server"][1]]
+        route = self._routes.get(scope["server"][1])
+        if route is None:
+            await answer(send, 404, "this port is not exposed any more")
+            return
         headers: Headers = scope["headers"]
         if not route.public and not self._authorised(headers):
             await answer(send, 401, "a token with read access to the Job's namespace is needed: Authorization: Bearer")
@@ -169,9 +172,7 @@ class Gateway:
     def _too_large(self) -> str:
         return f"the body is larger than body_limit_bytes = {self.body_limit_bytes} of the emulator's gateway"
 
-    async def _forward(
-        self, route: Route, scope: Scope, length: int | None, receive: Receive, send: Send
-    ) -> None:
+    async def _forward(self, route: Route, scope: Scope, length: int | None, receive: Receive, send: Send) -> None:
         body = Body(receive, self.body_limit_bytes)
         data: Any = None
         if scope["method"] not in _METHODS_WITHOUT_BODY or length or _is_chunked(scope["headers"]):

@@ -247,6 +247,7 @@ class Emulator:
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,
                 server_header=False,
                 date_header=False,
                 timeout_graceful_shutdown=1,

@@ -43,7 +43,11 @@ class Job:
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b"first")
-        await self.more.wait()
+        try:
+            await self.more.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
         if request.query.get("break"):
             request.transport.abort()
             return response
@@ -216,6 +220,27 @@ def test_a_client_that_leaves_takes_its_request_with_it(method):
         await asyncio.wait_for(job.arrived.wait(), 5)
         asking.cancel()
         await asyncio.wait_for(job.cancelled.wait(), 2)
+
+    run(test)
+
+
+def test_a_client_that_leaves_a_stream():
+    async def test(gateway, route, job, client):
+        async with client.get(f"{route.url}/stream", headers=BEARER) as response:
+            assert await response.content.readany() == b"first"
+        await asyncio.wait_for(job.cancelled.wait(), 2)
+
+    run(test)
+
+
+def test_a_closed_port_serves_no_open_connection():
+    async def test(gateway, route, job, client):
+        for status in (200, 404):
+            async with client.get(f"{route.url}/x", headers=BEARER) as response:
+                assert response.status == status
+                await response.read()
+            gateway.close_route(route)
+        assert len(job.seen) == 1
 
     run(test)
 
