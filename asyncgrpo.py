@@ -1,5 +1,6 @@
 """The command line of asyncgrpo: thin commands, each of which calls one module."""
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def example(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Appends a runnable example to a command's help."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        function.__doc__ = f"{function.__doc__}\n\n\b\nExample:\n  {text}"
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\n\b\nExample:\n  {text}"
         return function
 
     return decorate
@@ -111,6 +112,23 @@ def replica() -> None:
     sys.exit(replica.run(os.environ))
 
 
+@role.command()
+@example("asyncgrpo role proxy --port 8080 --replica http://127.0.0.1:8001 --replica http://127.0.0.1:8002")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=int, default=0, help="Port to listen on; any free one if left out.")
+@click.option("--fd", type=int, help="Listening socket inherited from the supervisor, instead of host and port.")
+@click.option("--replica", "replicas", multiple=True, metavar="URL", help="A replica's URL; may be given again.")
+def proxy(host: str, port: int, fd: int | None, replicas: tuple[str, ...]) -> None:
+    """Runs what TRL takes for one vLLM server: publishes adapters and routes completions to the replicas.
+
+    Replicas announce themselves in the run's bucket; --replica adds others.
+    """
+    from jobs import logs, proxy
+
+    logs.to_stderr()
+    proxy.run(proxy.ProxySettings.from_env(os.environ, replicas, host, port, fd))
+
+
 @main.command()
 @example("asyncgrpo recipes digit")
 @click.argument("name", required=False)
@@ -123,6 +141,36 @@ def recipes(name: str | None) -> None:
         if name
         else "\n".join(f"{each:10} {recipe.load(each).description}" for each in recipe.built_in())
     )
+
+
+NAMESPACE = click.option("--namespace", help="User or organisation whose Jobs they are; the token's own if left out.")
+BUCKET = click.option("--bucket", metavar="s3://BUCKET[/PREFIX]", help="ASYNCGRPO_BUCKET if left out.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+
+
+@main.command()
+@example("asyncgrpo launch sanity --bucket s3://my-bucket --dry-run")
+@click.argument("recipe")
+@click.option("--config", type=click.Path(dir_okay=False), help="TOML file whose fields replace the recipe's.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="SECTION.FIELD=VALUE", help="Replaces one field; may be given again."
+)
+@click.option("--run", "run_name", help="The run's name; made up from recipe and time if left out.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the training and the engines.")
+@click.option("--dry-run", is_flag=True, help="Show the plan with its prices and every derived value; start nothing.")
+@click.option("--follow", is_flag=True, help="Stay until the end and lead the run; Ctrl-C then cancels it.")
+@NAMESPACE
+@BUCKET
+@JSON
+def launch(**options: Any) -> None:
+    """Runs a recipe on Hugging Face Jobs: one trainer, N replicas.
+
+    RECIPE is a name (see `asyncgrpo recipes`) or a TOML file. HF_TOKEN, HF_ENDPOINT and AWS_* are read from the
+    environment. Without --follow the run's trainer leads it, and this command ends when all Jobs are started.
+    """
+    from jobs import launcher
+
+    sys.exit(launcher.launch(launcher.Options(**options), os.environ))
 
 
 if __name__ == "__main__":
