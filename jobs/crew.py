@@ -92,7 +92,7 @@ class Crew:
     def jobs(self) -> dict[str, JobInfo]:
         """The run's Jobs by id, from one listing. Jobs that only bear its labels are left out."""
         roster = self.roster
-        found = hub_calls.list_jobs(self._hub, self._namespace, {labels.RUN: labels.label(self._run)})
+        found = hub_calls.list_jobs(self._hub, self._namespace, {labels.RUN: self._run})
         return {job.id: job for job in found if roster.owns(job)}
 
     def adopt(self, jobs: Mapping[str, JobInfo] | None = None) -> None:
@@ -111,7 +111,11 @@ class Crew:
 
     def job_ids(self) -> list[str]:
         """Ids of the Jobs that hold a place now."""
-        return [post.job_id for post in self._posts.values() if not post.dismissed]
+        return [job_id for _, _, job_id in self.places()]
+
+    def places(self) -> list[tuple[Role, int, str]]:
+        """Role, index and Job of each place."""
+        return [(role, index, post.job_id) for (role, index), post in self._posts.items() if not post.dismissed]
 
     def end(self, job_id: str) -> None:
         """Cancels one Job; if it held a replica's place, `tend` fills that again."""
@@ -246,8 +250,8 @@ class Crew:
                     secrets=self._secrets,
                     flavor=plan.flavor,
                     timeout=plan.timeout_s,
-                    name=f"asyncgrpo-{labels.label(self._run)[:63]}-{role}-{index}",
-                    labels=own,
+                    name=f"{self._run}-{role}-{index}",
+                    labels={**plan.labels, **own},
                     volumes=plan.volumes or None,
                     expose=plan.ports or None,
                     namespace=self._namespace,

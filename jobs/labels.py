@@ -65,9 +65,9 @@ def run_name(wanted: str) -> str:
 
 
 def of_job(run: str, role: str, index: int, generation: int, deadline: float) -> dict[str, str]:
-    """The labels of one Job. `generation` counts how often its place was filled, from 0."""
+    """The labels of one Job of a run, whose name is a label as it is. `generation` counts its place's Jobs, from 0."""
     return {
-        RUN: label(run),
+        RUN: run,
         "asyncgrpo-role": role,
         "asyncgrpo-index": str(index),
         "asyncgrpo-generation": str(generation),

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import JobInfo, Volume
 
-from jobs import bundle, deadlines, leader, lease
+from jobs import bundle, deadlines, labels, leader, lease
 from jobs.bucket import Bucket
 from jobs.crew import PORT, TERMINAL, Crew
 from jobs.errors import BucketError, ConfigError, NotFound, RunFailed
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 ARCHIVE_DIR = "/asyncgrpo"
 """Where each Job sees the archive, through a read-only volume of the bucket."""
+PIP = ("python3", "-m", "pip", "install", "--quiet", "--break-system-packages")
+"""How a Job installs what its image lacks; a container's own Python is nobody else's (PEP 668)."""
 LAUNCHER_PATIENCE_S = 60.0
 """A launcher follows from the start: it takes the lead at once, or again when the Job that took it has gone."""
 
@@ -265,12 +268,19 @@ class Launch:
 
     def _plan(self, role: Role, command: list[str], volumes: list[Volume], ports: list[int]) -> JobPlan:
         settings = self.recipe.jobs
+        command = [*command, "role", role]
+        if role == "trainer" and settings.trainer_packages and not self.site.local:
+            command = ["bash", "-c", f"{shlex.join([*PIP, *settings.trainer_packages])} && exec {shlex.join(command)}"]
         return JobPlan(
             image=settings.image,
-            command=[*command, "role", role],
+            command=command,
             flavor=settings.replica_flavor if role == "replica" else settings.trainer_flavor,
             environment={**self.site.bucket.environment(), "HF_ENDPOINT": self.site.endpoint, **self.site.environment},
             timeout_s=settings.timeout_s,
             volumes=volumes,
             ports=ports,
+            labels={
+                "asyncgrpo-recipe": labels.label(self.recipe.name),
+                "asyncgrpo-model": labels.label(self.recipe.model.id),
+            },
         )

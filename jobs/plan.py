@@ -55,7 +55,7 @@ class Group:
     role: Role
     count: int
     flavor: str
-    hardware: str
+    hardware: str | None
     image: str
     command: list[str]
     ports: list[int]
@@ -64,8 +64,8 @@ class Group:
     secrets: list[str]
     labels: dict[str, str]
     timeout_s: int
-    usd_per_hour: float
-    usd_to_timeout: float
+    usd_per_hour: float | None
+    usd_to_timeout: float | None
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class Plan:
     engine_command: list[str]
 
     @property
-    def usd_per_hour(self) -> float:
+    def usd_per_hour(self) -> float | None:
         """All Jobs together."""
-        return round(sum(group.usd_per_hour for group in self.groups), 2)
+        return _sum(group.usd_per_hour for group in self.groups)
 
     @property
-    def usd_to_timeout(self) -> float:
+    def usd_to_timeout(self) -> float | None:
         """All Jobs together, each until its time-out; replicas that are started again within it cost no more."""
-        return round(sum(group.usd_to_timeout for group in self.groups), 2)
+        return _sum(group.usd_to_timeout for group in self.groups)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as --json prints it."""
@@ -112,6 +112,8 @@ def plan(
 ) -> Plan:
     """Puts the plan together from a resolved recipe and what each role's Jobs are started with.
 
+    `hardware` is the Hub's list; empty if it is not known, so that nothing has a price.
+
     Raises:
         ConfigError: a flavor that the Hub does not list, with those it does.
     """
@@ -121,14 +123,15 @@ def plan(
     groups = []
     for role, count in counts.items():
         job = jobs[role]
-        check_flavor(f"jobs.{role}_flavor", job.flavor, flavors)
-        hourly = count * prices[job.flavor] * costs.MINUTES_PER_HOUR
+        if flavors:
+            check_flavor(f"jobs.{role}_flavor", job.flavor, flavors)
+        hourly = round(count * prices[job.flavor] * costs.MINUTES_PER_HOUR, 3) if flavors else None
         groups.append(
             Group(
                 role=role,
                 count=count,
                 flavor=job.flavor,
-                hardware=_hardware(flavors[job.flavor]),
+                hardware=_hardware(flavors[job.flavor]) if flavors else None,
                 image=job.image,
                 command=job.command,
                 ports=job.ports,
@@ -137,11 +140,12 @@ def plan(
                 secrets=sorted(secrets),
                 labels=dict(labels[role]),
                 timeout_s=job.timeout_s,
-                usd_per_hour=round(hourly, 4),
-                usd_to_timeout=round(hourly * job.timeout_s / 3600, 4),
+                usd_per_hour=hourly,
+                usd_to_timeout=round(hourly * job.timeout_s / 3600, 2) if hourly is not None else None,
             )
         )
-    return Plan(run, recipe, groups, derived(recipe, _gpus(flavors[jobs["trainer"].flavor])), engine_command)
+    trainer = flavors.get(jobs["trainer"].flavor)
+    return Plan(run, recipe, groups, derived(recipe, _gpus(trainer) if trainer else None), engine_command)
 
 
 def check_flavor(field: str, flavor: str, known: Iterable[str]) -> None:
@@ -150,38 +154,45 @@ def check_flavor(field: str, flavor: str, known: Iterable[str]) -> None:
         raise ConfigError(f"{field} = {flavor!r}: the Hub has no such flavor. It has: {', '.join(sorted(known))}.")
 
 
-def derived(recipe: Recipe, trainer_gpus: int) -> dict[str, Any]:
+def derived(recipe: Recipe, trainer_gpus: int | None) -> dict[str, Any]:
     """Values that follow from a resolved recipe and the trainer's machine, by the name of the setting they belong to.
+
+    A number of GPUs that is not known (None) counts as one.
 
     Completions a step: per_device_train_batch_size x gradient_accumulation_steps x GPUs (TRL 1.16).
     """
     trainer, vllm = recipe.trainer, recipe.replica.vllm
-    processes = max(1, trainer_gpus)
+    processes = max(1, trainer_gpus or 1)
     batch = trainer.get("per_device_train_batch_size", 8) * trainer.get("gradient_accumulation_steps", 1) * processes
     in_flight = trainer.get("max_inflight_tasks", -1)
     lag = staleness(recipe)
     length, completion = vllm.get("max_model_len"), trainer.get("max_completion_length", MAX_COMPLETION_TOKENS)
     return {
-        "trainer processes": processes,
-        "completions a step": batch,
-        "prompts a step": batch / trainer.get("num_generations", 8),
+        "trainer_processes": processes,
+        "completions_per_step": batch,
+        "prompts_per_step": batch / trainer.get("num_generations", 8),
         "max_inflight_tasks": in_flight if in_flight >= 0 else max(lag, 1) * batch,
         "max_staleness": lag,
         "max_loras": vllm.get("max_loras"),
         "max_lora_rank": vllm.get("max_lora_rank"),
         "max_cpu_loras": vllm.get("max_cpu_loras"),
         "max_model_len": length if length is not None else "the model's own",
-        "longest prompt": length - completion if length is not None else "the model's own length - completion",
+        "longest_prompt_tokens": length - completion if length is not None else "the model's own length - completion",
         "token_budget": trainer.get("token_budget", length if length is not None else "the server's max_model_len"),
         "engines": recipe.replica.count * recipe.replica.engines,
         "syncs": -(-trainer["max_steps"] // trainer.get("weight_sync_steps", 1)) if "max_steps" in trainer else None,
-        "adapter versions served at once": lag + EXTRA_SLOTS,
+        "versions_served_at_once": lag + EXTRA_SLOTS,
         "lease_s": recipe.jobs.lease_s,
     }
 
 
 def _gpus(flavor: JobHardwareInfo) -> int:
     return int(flavor.accelerator.quantity) if flavor.accelerator else 0
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    return None if None in known else round(sum(value or 0.0 for value in known), 2)
 
 
 def _hardware(flavor: JobHardwareInfo) -> str:

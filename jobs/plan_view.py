@@ -21,11 +21,11 @@ def show(plan: Plan, stream: TextIO) -> None:
             group.role,
             str(group.count),
             group.flavor,
-            group.hardware,
+            group.hardware or "?",
             " ".join(map(str, group.ports)) or "-",
             _hours(group.timeout_s),
-            f"{group.usd_per_hour:.2f}",
-            f"{group.usd_to_timeout:.2f}",
+            _usd(group.usd_per_hour),
+            _usd(group.usd_to_timeout),
         )
     jobs.add_row(
         "all",
@@ -34,8 +34,8 @@ def show(plan: Plan, stream: TextIO) -> None:
         "",
         "",
         "",
-        f"{plan.usd_per_hour:.2f}",
-        f"{plan.usd_to_timeout:.2f}",
+        _usd(plan.usd_per_hour),
+        _usd(plan.usd_to_timeout),
     )
     console.print(jobs)
     for group in plan.groups:
@@ -62,3 +62,7 @@ def show(plan: Plan, stream: TextIO) -> None:
 
 def _hours(seconds: int) -> str:
     return f"{seconds / 3600:g} h" if seconds >= 3600 else f"{seconds / 60:g} min"
+
+
+def _usd(value: float | None) -> str:
+    return "?" if value is None else f"{value:.2f}"

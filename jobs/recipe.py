@@ -79,11 +79,21 @@ class JobSettings:
     """How the Jobs are started on Hugging Face Jobs. The Hub may keep a Job in SCHEDULING for hours:
     `schedule_deadline_s` bounds that. `start_deadline_s` is what a running trainer gets until its first step,
     `ready_deadline_s` how long a running replica may not be ready before another takes its place, `lease_s` how long a
-    replica outlives the last sign of its run, and how long a trainer may tell nothing."""
+    replica outlives the last sign of its run, and how long a trainer may tell nothing. `trainer_packages` are installed
+    by pip in the trainer's Job before it starts: the image has vLLM, not TRL. Empty for an image that has it all."""
 
     replica_flavor: str = "h200"
     trainer_flavor: str = "h200"
     image: str = "vllm/vllm-openai:v0.31.0"
+    trainer_packages: list[str] = field(
+        default_factory=lambda: [
+            "trl==1.16.0",
+            "peft==0.21.2",
+            "datasets==5.2.0",
+            "kernels==0.13.0",
+            "math-verify==0.9.0",
+        ]
+    )
     timeout_s: int = 4 * 3600
     schedule_deadline_s: int = 3600
     start_deadline_s: int = 1800

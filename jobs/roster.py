@@ -29,6 +29,7 @@ class JobPlan:
     timeout_s: int
     volumes: list[Any] = field(default_factory=list)
     ports: list[int] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Roster:
     def owns(self, job: JobInfo) -> bool:
         """Whether the Job is one that this run started, whatever its labels say."""
         place = labels.read(job.labels)
-        if place is None or place.run != labels.label(self.run) or place.role not in self.plans:
+        if place is None or place.run != self.run or place.role not in self.plans:
             return False
         return looks_as_planned(job, self.plans[place.role], self.namespace, self.initiator)  # type: ignore[index]
 

@@ -1,0 +1,134 @@
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import pytest
+from click.testing import CliRunner
+
+import asyncgrpo
+from emulator.jobs_state import parse_labels
+from emulator.serve import Emulator
+from jobs import recipe as recipes
+from jobs import sanity
+from jobs.errors import ConfigError
+from jobs.plan import derived, resolve
+from jobs.preflight import check
+
+
+def load(*overrides: str) -> Any:
+    return resolve(recipes.load("sanity", None, overrides))
+
+
+@pytest.fixture(scope="module")
+def emulator() -> Iterator[Emulator]:
+    with Emulator() as emulator:
+        yield emulator
+
+
+def run(emulator: Emulator, *args: str, env: dict[str, str | None] | None = None) -> Any:
+    return CliRunner().invoke(asyncgrpo.main, ["launch", *args], env={**emulator.environment(), **(env or {})})
+
+
+@pytest.mark.parametrize(("rank", "served"), [(1, 1), (2, 8), (8, 8), (12, 16), (33, 64), (512, 512)])
+def test_the_engines_serve_the_next_rank_there_is(rank: int, served: int) -> None:
+    assert load(f"lora.r={rank}").replica.vllm["max_lora_rank"] == served
+
+
+def test_a_rank_that_no_engine_serves() -> None:
+    with pytest.raises(ConfigError, match=r"lora.r = 513: vLLM serves ranks up to 512"):
+        load("lora.r=513")
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4, 9])
+def test_slots_follow_from_staleness(staleness: int) -> None:
+    flags = load(f"trainer.max_staleness={staleness}").replica.vllm
+    assert (flags["max_loras"], flags["max_cpu_loras"]) == (staleness + 2, 4 * (staleness + 2))
+
+
+def test_what_a_recipe_says_itself_stays() -> None:
+    flags = load("replica.vllm.max_loras=9", "replica.vllm.dtype=float16").replica.vllm
+    assert (flags["max_loras"], flags["dtype"], flags["max_cpu_loras"]) == (9, "float16", 36)
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    assert resolve(load()) == load()
+
+
+def test_a02_too_few_slots_or_too_small_a_rank_are_named_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"max_loras = 5.*max_staleness = 4.*6"):
+        check(load("replica.vllm.max_loras=5"), local=False)
+    check(load("replica.vllm.max_loras=6"), local=False)
+    with pytest.raises(ConfigError, match=r"12.*8"):
+        check(load("lora.r=12", "replica.vllm.max_lora_rank=8"), local=False)
+
+
+def test_values_that_follow() -> None:
+    assert derived(load(), 2) | {"token_budget": 0} == {
+        "trainer_processes": 2,
+        "completions_per_step": 128,
+        "prompts_per_step": 16.0,
+        "max_inflight_tasks": 384,
+        "max_staleness": 4,
+        "max_loras": 6,
+        "max_lora_rank": 1,
+        "max_cpu_loras": 24,
+        "max_model_len": 4096,
+        "longest_prompt_tokens": 1096,
+        "token_budget": 0,
+        "engines": 2,
+        "syncs": 125,
+        "versions_served_at_once": 6,
+        "lease_s": 600,
+    }
+    assert derived(load("trainer.max_inflight_tasks=-1"), 2)["max_inflight_tasks"] == 512
+
+
+def test_the_plan_of_the_published_run(emulator: Emulator) -> None:
+    result = run(emulator, "sanity", "--dry-run", "--run", "first")
+    assert result.exit_code == 0, result.output
+    assert "--max-loras 6" in result.stdout and "h200x2" in result.stdout and "100.00" in result.stdout
+    assert emulator.token not in result.output
+    plan = json.loads(run(emulator, "sanity", "--dry-run", "--json").stdout)
+    prices = {job["role"]: (job["count"], job["usd_per_hour"], job["usd_to_timeout"]) for job in plan["jobs"]}
+    assert prices == {"trainer": (1, 10.0, 50.0), "replica": (2, 10.0, 50.0)}
+    assert (plan["usd_per_hour"], plan["usd_to_timeout"]) == (20.0, 100.0)
+    assert plan["jobs"][1]["ports"] == [8000]
+    assert not list(emulator.runner.table.list(emulator.owner.name, [], {})), "nothing was started"
+
+
+def test_a_flavor_that_does_not_exist_is_refused_before_anything_starts(emulator: Emulator) -> None:
+    result = run(emulator, "sanity", "--set", "jobs.replica_flavor=h100")
+    assert result.exit_code == 2 and "jobs.replica_flavor = 'h100'" in result.output and "h200x8" in result.output
+
+
+def test_a_plan_needs_neither_token_nor_bucket(emulator: Emulator) -> None:
+    nothing = dict.fromkeys(("HF_TOKEN", "ASYNCGRPO_BUCKET", "AWS_ACCESS_KEY_ID"))
+    result = run(emulator, "sanity", "--dry-run", "--json", env={**nothing, "HF_HOME": "/nonexistent"})
+    assert result.exit_code == 0 and json.loads(result.stdout)["usd_per_hour"] is None
+    assert "HF_TOKEN is not set" in result.stderr
+
+
+def test_a22_a_run_may_have_any_name_and_its_labels_are_valid(emulator: Emulator) -> None:
+    for name in ("lr 4e-5, run #2", "n" * 130):
+        result = run(emulator, "sanity", "--dry-run", "--json", "--run", name)
+        plan = json.loads(result.stdout)
+        assert f"run {name!r} is called {plan['run']}" in result.stderr
+        labels = plan["jobs"][0]["labels"]
+        assert labels["asyncgrpo-run"] == plan["run"] and len(plan["run"]) <= 63
+        assert re.fullmatch("Qwen-Qwen2-5-Math-1-5B-[0-9a-f]{12}", labels["asyncgrpo-model"])
+        assert parse_labels(labels) == labels
+
+
+def test_the_answers_of_the_data_set_are_where_the_reward_looks() -> None:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "1+1?"}],
+            "reward_model": {"ground_truth": "2", "style": "rule"},
+            "x": 1,
+        }
+    ]
+    found = sanity.with_answers(datasets.Dataset.from_list(rows))
+    assert found.column_names == ["prompt", "answer"] and found[0]["answer"] == "2"
+    assert found[0]["prompt"][0]["content"] == "1+1?"
