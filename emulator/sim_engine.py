@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from emulator import sim_answers as answers
 from emulator.sim_faults import Close, Fault
-from emulator.sim_model import BLOCK_TOKENS, Sampled, tokenize
+from emulator.sim_model import Sampled, tokenize
 from emulator.sim_requests import Completion, Refused, completion, field, invalid, read_json
 from emulator.sim_state import ABORT, Emit, Engine, EngineDead, Settings, settings_of_model
 
@@ -267,7 +267,7 @@ class Wire:
         """What happened since the start or the last reset, and what is going on."""
         engine = self.engine
         now = {"in_flight": len(engine.running), "peak": engine.peak, "paused": engine.paused}
-        return JSONResponse({**now, "events": list(engine.events)})
+        return JSONResponse({**now, "hanging": engine.faults.hanging, "events": list(engine.events)})
 
 
 class Server(uvicorn.Server):
@@ -315,7 +315,6 @@ def configuration(settings: Settings) -> dict[str, Any]:
             "max_model_len": settings.max_model_len,
             "dtype": f"torch.{settings.dtype}",
         },
-        "cache_config": {"block_size": BLOCK_TOKENS, "enable_prefix_caching": True},
         "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1},
         "scheduler_config": {"max_num_seqs": settings.max_num_seqs},
         "lora_config": lora if settings.enable_lora else None,

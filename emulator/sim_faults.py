@@ -54,6 +54,7 @@ class Faults:
 
     def __init__(self) -> None:
         self._pending: list[Fault] = []
+        self.hanging = 0
 
     def add(self, fault: Fault) -> None:
         """Scripts one more."""
@@ -78,7 +79,11 @@ class Faults:
         if fault.delay_s:
             await asyncio.sleep(fault.delay_s)
         if fault.hang:
-            await asyncio.Event().wait()
+            self.hanging += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.hanging -= 1
         if fault.status is not None:
             raise Refused(fault.message, fault.status, "InternalServerError")
         return fault

@@ -23,9 +23,9 @@ from jobs.names import parse_wire
 log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "manifest.json"
-WAIT_S = 10.0
-"""How long a fetch waits for what is not visible yet, before whoever asked is told to ask again. Four times the lag of
-the Hub's bucket (2.5 s)."""
+WAIT_S = 5.0
+"""How long a fetch waits for what is not visible yet, before whoever asked is told to ask again. Twice the lag of the
+Hub's bucket (2.5 s)."""
 POLL_S = 0.1
 
 T = TypeVar("T")
