@@ -112,6 +112,10 @@ class Router:
         """The length a completion is expected to have."""
         return self._expected_tokens
 
+    def engines(self) -> list[str]:
+        """Names of all engines that ever were candidates."""
+        return list(self._engines)
+
     def outstanding_tokens(self, engine: str) -> int:
         """Tokens the engine is reckoned to have to compute yet."""
         known = self._engines.get(engine)

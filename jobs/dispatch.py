@@ -1,0 +1,273 @@
+"""Brings one prompt to an engine and an answer back: elsewhere when that fails, never to two engines at once."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import aiohttp
+from yarl import URL
+
+from jobs.parking import Parking, Unserved
+from jobs.prefix import Prefix
+from jobs.routing import Decision, Router
+from jobs.upstream import Pool, on_new_socket, open_session
+from jobs.verdict import Blame, Elsewhere
+
+REST_S = 0.05
+"""Pause before engines that failed a completion are asked again, where they are all there is: time for the fleet to
+notice, short against a completion. Doubles with each failure, up to MAX_REST_S."""
+MAX_REST_S = 2.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the proxy accepts and how long it tries; the fields are settings of a recipe's [proxy] section."""
+
+    max_body_bytes: int = 256 << 20
+    """A prompt of a million token ids is 7 MB; images in messages are larger."""
+    max_batch: int = 4096
+    max_parked: int = 65536
+    park_timeout_s: float = 1800.0
+    max_redispatches: int = 8
+    """Failures of engines that had the completion in hand; refused connections do not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt's request as it goes to engines: under `name`, which the client calls `public`.
+
+    `judged`: its answer must be a complete completion.
+    """
+
+    name: str
+    public: str
+    path: str
+    body: bytes
+    headers: list[tuple[str, str]]
+    prefix: Prefix
+    max_tokens: int | None
+    judged: bool
+
+
+@dataclass(slots=True)
+class Counters:
+    """What became of the completions since the proxy started."""
+
+    asked: int = 0
+    answered: int = 0
+    lost: int = 0
+    cancelled: int = 0
+    redispatched: int = 0
+    upstream_retries: int = 0
+    affinity: int = 0
+    cold: int = 0
+    spilled: int = 0
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """What an engine completed."""
+
+    completions: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Taken(Generic[T]):
+    """What came of a dispatch, and where."""
+
+    value: T
+    decision: Decision
+
+
+class Dispatcher:
+    """Chooses engines, sends, judges by `take`, and sends again; keeps count of all of it."""
+
+    def __init__(self, pool: Pool, limits: Limits, router: Router | None = None) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.router = router or Router()
+        self.counters = Counters()
+        self.engines: dict[str, EngineCounters] = defaultdict(EngineCounters)
+        self.parking = Parking(pool.wait_for, max_parked=limits.max_parked, park_timeout_s=limits.park_timeout_s)
+        self._sessions: list[aiohttp.ClientSession] = []
+        self._guards: dict[str, set[Guard]] = defaultdict(set)
+        pool.subscribe(self)
+
+    async def close(self) -> None:
+        """Closes the sockets to engines."""
+        for session in self._sessions:
+            await session.close()
+        self._sessions.clear()
+
+    def engine_left(self, engine: str) -> None:
+        """What it had cached is gone."""
+        self.router.forget_engine(engine)
+
+    def engine_gone(self, engine: str) -> None:
+        """What is in flight there is closed and goes elsewhere."""
+        self.router.forget_engine(engine)
+        for guard in list(self._guards[engine]):
+            guard.abandon()
+
+    def version_retired(self, name: str) -> None:
+        """Nothing is remembered of it."""
+        self.router.forget_version(name)
+
+    async def dispatch(self, job: Job, take: Callable[[aiohttp.ClientResponse], Awaitable[T]]) -> Taken[T]:
+        """Sends the job to one engine after another until `take` accepts a response.
+
+        `take` must leave the response read or closed, or keep it as its own. The decision counts as outstanding until
+        the caller hands it to `finished` or `cancelled`.
+
+        Raises:
+            Unserved: the limits are used up; with the last engine's words.
+            VersionFailed: no engine can load the version.
+        """
+        excluded: set[str] = set()
+        failures = 0
+        since: float | None = None
+        last = ""
+        while True:
+            every = self.pool.candidates(job.name)
+            candidates = [engine for engine in every if engine not in excluded] if excluded else every
+            if not candidates:
+                excluded.clear()
+                now = time.monotonic()
+                if not every:
+                    await self.parking.park(job.name, since)
+                elif since is not None and now - since > self.limits.park_timeout_s:
+                    raise Unserved(
+                        f"No engine answered within proxy.park_timeout_s = {now - since:g} s; the last: {last}"
+                    )
+                else:
+                    await asyncio.sleep(min(MAX_REST_S, REST_S * 2**failures))
+                since = now if since is None else since
+                continue
+            decision = self.router.choose(job.prefix, candidates, job.max_tokens, time.monotonic())
+            self._count(decision)
+            try:
+                with self.guard(decision.engine):
+                    return Taken(await take(await self._send(decision.engine, job)), decision)
+            except Elsewhere as elsewhere:
+                self.router.cancelled(decision)
+                last = f"engine {decision.engine}: {elsewhere.reason}"
+                excluded.add(decision.engine)
+                failures += elsewhere.delivered
+                self._blame(decision.engine, job.name, elsewhere)
+            except BaseException:
+                self.router.cancelled(decision)
+                raise
+            if failures > self.limits.max_redispatches:
+                raise Unserved(
+                    f"{failures} engines failed this completion, more than proxy.max_redispatches = "
+                    f"{self.limits.max_redispatches} allows for; the last was {last}"
+                )
+            self.counters.redispatched += 1
+
+    def finished(self, decision: Decision, tokens: int) -> None:
+        """The completion is complete, with so many tokens."""
+        self.router.finished(decision, tokens, time.monotonic())
+        engine = self.engines[decision.engine]
+        engine.completions += 1
+        engine.tokens += tokens
+
+    def cancelled(self, decision: Decision) -> None:
+        """The completion is off, or was no completion."""
+        self.router.cancelled(decision)
+
+    def guard(self, engine: str) -> "Guard":
+        """A context in which this task works with the engine: left by `Elsewhere` when the engine is given up."""
+        return Guard(self._guards[engine])
+
+    async def open(
+        self, engine: str, method: str, path: str, headers: Any, body: bytes | None
+    ) -> aiohttp.ClientResponse:
+        """Sends one request to one engine and returns its response, of which only the head has been read.
+
+        Raises:
+            Elsewhere: the engine could not be reached, or broke off.
+        """
+        url = _url(self.pool.url(engine), path)
+        if not self._sessions:
+            self._sessions = [open_session(), open_session(reuse=False)]
+        on_new_socket.set(False)
+        try:
+            return await self._sessions[0].request(method, url, data=body, headers=headers, allow_redirects=False)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise Elsewhere(_words(error), Blame.ENGINE, delivered=False) from error
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if on_new_socket.get():
+                raise Elsewhere(_words(error), Blame.ENGINE) from error
+        except aiohttp.ClientError as error:
+            raise Elsewhere(_words(error), Blame.ENGINE) from error
+        # A socket from the pool broke before a byte came back. Most likely the engine had just closed it for idleness.
+        self.counters.upstream_retries += 1
+        try:
+            return await self._sessions[1].request(method, url, data=body, headers=headers, allow_redirects=False)
+        except aiohttp.ClientError as error:
+            raise Elsewhere(_words(error), Blame.ENGINE) from error
+
+    async def _send(self, engine: str, job: Job) -> aiohttp.ClientResponse:
+        return await self.open(engine, "POST", job.path, job.headers, job.body)
+
+    def _count(self, decision: Decision) -> None:
+        if decision.affinity:
+            self.counters.affinity += 1
+        else:
+            self.counters.cold += 1
+            self.counters.spilled += decision.spilled
+
+    def _blame(self, engine: str, name: str, elsewhere: Elsewhere) -> None:
+        if elsewhere.blame is Blame.ENGINE:
+            self.pool.failed(engine, elsewhere.reason)
+        elif elsewhere.blame is Blame.VERSION:
+            self.pool.missing(engine, name)
+
+
+class Guard(AbstractContextManager["Guard"]):
+    """While it is entered, `abandon` ends the task's work with one engine, and nothing else of the task."""
+
+    __slots__ = ("_among", "_task", "abandoned")
+
+    def __init__(self, among: set["Guard"]) -> None:
+        self._among = among
+        self._task = asyncio.current_task()
+        self.abandoned = False
+
+    def __enter__(self) -> "Guard":
+        self._among.add(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._among.discard(self)
+        if not self.abandoned or self._task is None:
+            return
+        # If the client went away as well, the task was cancelled twice and has to end.
+        if self._task.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise Elsewhere("given up while it worked on this", Blame.NOTHING) from error
+
+    def abandon(self) -> None:
+        """Ends the work at the next await."""
+        if self._task is not None and not self.abandoned:
+            self.abandoned = True
+            self._task.cancel()
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+@lru_cache(maxsize=4096)
+def _url(base: str, path: str) -> URL:
+    return URL(base + path, encoded=True)

@@ -1,0 +1,159 @@
+"""Is an engine's answer complete, an engine's own verdict, or a reason to ask another engine?
+
+Answers are long (a token id, a logprob, a text and an offset for each token), and all that counts is whether two lists
+are equally long. So they are scanned, not parsed: in JSON `"name":` with bare quotes can only be a member's name, since
+quotes within a string are escaped, and the lists hold nothing but numbers. What is not written compactly is parsed.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+RETRYABLE_4XX = frozenset({408, 425, 429})
+"""RFC 9110, 8470, 6585: the server could not take the request at this time; nothing is wrong with it."""
+REFUSED = frozenset({401, 403, 407})
+"""The engine or its gateway does not take our credentials: no fault of the client's."""
+
+
+class Blame(Enum):
+    """What an answer that is no result says about the engine."""
+
+    ENGINE = "engine"
+    """It is broken, going away or unreachable: it should get nothing until it answers again."""
+    VERSION = "version"
+    """It lacks the version."""
+    NOTHING = "nothing"
+    """Only this answer was bad."""
+
+
+class Elsewhere(Exception):
+    """This attempt brought no result: ask another engine. `delivered` if the engine may have worked on it."""
+
+    def __init__(self, reason: str, blame: Blame, *, delivered: bool = True) -> None:
+        self.reason = reason
+        self.blame = blame
+        self.delivered = delivered
+        super().__init__(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client gets: a complete completion or an engine's own verdict, with the tokens that were generated."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    tokens: int = 0
+
+
+def judge_status(status: int, body: bytes) -> None:
+    """Passes the statuses that are a result: 2xx, and the 4xx by which an engine says what it thinks of a request.
+
+    Raises:
+        Elsewhere: for all others.
+    """
+    if 200 <= status < 300:
+        return
+    words = f"{status} {body[:300].decode(errors='replace')}".strip()
+    if status == 404:
+        raise Elsewhere(words, Blame.VERSION if b"does not exist" in body else Blame.ENGINE)
+    if status in RETRYABLE_4XX:
+        raise Elsewhere(words, Blame.NOTHING)
+    if not 400 <= status < 500 or status in REFUSED:
+        raise Elsewhere(words, Blame.ENGINE)
+
+
+def judge_completion(body: bytes) -> int:
+    """Returns how many tokens a 200's body brings.
+
+    Raises:
+        Elsewhere: it is cut off (`finish_reason: abort`, as an engine that is told to stop answers), has unequal
+            numbers of tokens and logprobs, or is no completion at all.
+    """
+    ids = _lengths(body, b'"token_ids":[')
+    logprobs = _lengths(body, b'"token_logprobs":[')
+    if len(ids) != len(logprobs) or not ids or b'"finish_reason":"' not in body or not _braced(body):
+        return _judge_parsed(body)
+    if b'"finish_reason":"abort"' in body:
+        raise Elsewhere("finish_reason abort", Blame.ENGINE)
+    if ids != logprobs:
+        raise Elsewhere(f"{ids} token_ids but {logprobs} token_logprobs", Blame.NOTHING)
+    return sum(ids)
+
+
+def _braced(body: bytes) -> bool:
+    return body[:1] == b"{" and body[-1:] == b"}"
+
+
+def _lengths(body: bytes, opening: bytes) -> list[int]:
+    """Lengths of the flat lists of numbers that follow each `opening`."""
+    lengths = []
+    start = body.find(opening)
+    while start >= 0:
+        start += len(opening)
+        end = body.find(b"]", start)
+        lengths.append(body.count(b",", start, end) + 1 if end > start else 0)
+        start = body.find(opening, start)
+    return lengths
+
+
+def _judge_parsed(body: bytes) -> int:
+    try:
+        answer = json.loads(body)
+        choices = answer["choices"]
+        lengths = [(_length(choice.get("token_ids")), _logprobs(choice.get("logprobs"))) for choice in choices]
+        aborted = any(choice.get("finish_reason") == "abort" for choice in choices)
+        usage = answer.get("usage") or {}
+        generated = int(usage.get("completion_tokens") or 0)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Elsewhere(f"a 200 that is no completion: {body[:100]!r}", Blame.ENGINE) from error
+    if aborted:
+        raise Elsewhere("finish_reason abort", Blame.ENGINE)
+    for ids, logprobs in lengths:
+        if ids is not None and logprobs is not None and ids != logprobs:
+            raise Elsewhere(f"{ids} token_ids but {logprobs} token_logprobs", Blame.NOTHING)
+    return sum(ids or 0 for ids, _ in lengths) or generated
+
+
+def _length(value: Any) -> int | None:
+    return len(value) if isinstance(value, list) else None
+
+
+def _logprobs(value: Any) -> int | None:
+    """Number of logprobs, in the words of /v1/completions or of /v1/chat/completions."""
+    if not isinstance(value, Mapping):
+        return None
+    return _length(value.get("token_logprobs", value.get("content")))
+
+
+def renamed(body: bytes, name: str, public: str) -> bytes:
+    """An answer, or some events of one, with the model called as the client called it; all else as it came."""
+    if name == public:
+        return body
+    old, new = json.dumps(name).encode(), json.dumps(public).encode()
+    compact = b'"model":' + old
+    if compact in body:
+        return body.replace(compact, b'"model":' + new)
+    return re.sub(rb'("model"\s*:\s*)' + re.escape(old), lambda match: match[1] + new, body)
+
+
+def plain(headers: list[tuple[bytes, bytes]], body: bytes) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Undoes an engine's compression, asked for or not, and makes Content-Length say what the body is.
+
+    Raises:
+        Elsewhere: the body is not what its Content-Encoding says, or in an encoding that was not asked for.
+    """
+    encodings = [value for name, value in headers if name == b"content-encoding"]
+    kept = [header for header in headers if header[0] not in (b"content-encoding", b"content-length")]
+    if encodings:
+        if encodings not in ([b"gzip"], [b"deflate"]):
+            raise Elsewhere(f"content-encoding {encodings}, which nobody asked for", Blame.NOTHING)
+        try:
+            body = zlib.decompress(body, 47)  # 32 + 15: gzip or zlib, whichever its header says
+        except zlib.error as error:
+            raise Elsewhere(f"content-encoding {encodings}: {error}", Blame.NOTHING) from error
+    return kept, body
