@@ -1,4 +1,4 @@
-"""What the Hub knows about Jobs: their specification, stages, labels and places. No HTTP, no processes."""
+"""What the Hub knows about Jobs: their specification, stages, and labels. No HTTP, no processes."""
 
 from __future__ import annotations
 
@@ -386,9 +386,7 @@ class JobTable:
         """Every Job, oldest first."""
         return list(self._jobs.values())
 
-    def list(
-        self, namespace: str, stages: Iterable[str] = (), labels: Mapping[str, str] | None = None
-    ) -> list[Job]:
+    def list(self, namespace: str, stages: Iterable[str] = (), labels: Mapping[str, str] | None = None) -> list[Job]:
         """The namespace's Jobs in one of `stages` (any, if empty) that bear all `labels`, newest first."""
         wanted = set(stages)
         return [
@@ -398,39 +396,3 @@ class JobTable:
             and (not wanted or job.stage in wanted)
             and all(job.spec.labels.get(key) == value for key, value in (labels or {}).items())
         ]
-
-
-class Slots:
-    """Places for Jobs on this machine: CPU Jobs are counted, GPU Jobs hold devices.
-
-    `devices` are CUDA device numbers; without any, a GPU Job runs on the CPU and takes a CPU place.
-    """
-
-    def __init__(self, cpu_jobs: int, devices: Iterable[str] = ()) -> None:
-        self.cpu_jobs = cpu_jobs
-        self.devices = tuple(devices)
-        self._held: dict[str, tuple[str, ...]] = {}
-
-    def impossible(self, flavor: Flavor) -> str | None:
-        """Why this flavor can never be placed here, or None."""
-        if self.devices and flavor.gpus > len(self.devices):
-            return f"{flavor.name} needs {flavor.gpus} GPUs and this machine has {len(self.devices)}"
-        return None
-
-    def take(self, job_id: str, flavor: Flavor) -> tuple[str, ...] | None:
-        """Hold a place for the Job: its devices (none for a CPU Job), or None while nothing is free."""
-        if self.devices and flavor.gpus:
-            held = {device for devices in self._held.values() for device in devices}
-            free = [device for device in self.devices if device not in held]
-            if len(free) < flavor.gpus:
-                return None
-            self._held[job_id] = tuple(free[: flavor.gpus])
-        else:
-            if sum(not devices for devices in self._held.values()) >= self.cpu_jobs:
-                return None
-            self._held[job_id] = ()
-        return self._held[job_id]
-
-    def release(self, job_id: str) -> None:
-        """The Job's place is free again."""
-        self._held.pop(job_id, None)

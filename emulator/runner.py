@@ -17,9 +17,10 @@ from emulator import job_environment, ports
 from emulator.gateway import Gateway, Route
 from emulator.job_environment import IMAGES, Image, Places
 from emulator.job_log import STARTED, JobLog
-from emulator.jobs_state import BadRequest, Expose, Job, JobSpec, JobTable, Owner, Slots, Stage, now, timestamp
+from emulator.jobs_state import BadRequest, Expose, Job, JobSpec, JobTable, Owner, Stage, now, timestamp
 from emulator.live_mount import LiveMount
 from emulator.processes import CannotStart, JobProcess
+from emulator.slots import Slots
 from emulator.volumes import NoSuchVolume, Volumes
 from jobs.errors import AsyncgrpoError
 

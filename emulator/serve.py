@@ -35,10 +35,11 @@ from emulator.gateway import BODY_LIMIT_BYTES, Gateway
 from emulator.hub import QUOTA_CALLS, Hub
 from emulator.hub_buckets import HubBuckets
 from emulator.job_environment import IMAGES, Image
-from emulator.jobs_state import Owner, Slots
+from emulator.jobs_state import Owner
 from emulator.live_mount import LAG_S
 from emulator.ports import LOOPBACK
 from emulator.runner import GRACE_S, Runner
+from emulator.slots import Slots
 from emulator.volumes import Volumes
 from jobs.bucket import BucketSettings
 

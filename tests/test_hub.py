@@ -115,9 +115,7 @@ def test_failures_say_why(api, run, command, message):
 
 def test_the_environment_is_the_jobs_own(api, run):
     code = "import os, json; print(json.dumps(dict(os.environ), indent=1)); print('cwd', os.getcwd())"
-    job = run(
-        ["python", "-c", code], env={"SET": "by env"}, secrets={"PASSWORD": "hunter2"}, flavor="cpu-upgrade"
-    )
+    job = run(["python", "-c", code], env={"SET": "by env"}, secrets={"PASSWORD": "hunter2"}, flavor="cpu-upgrade")
     ended(api, job)
     text = "\n".join(logs(api, job))
     assert "host-secret" not in text and "SECRET_OF_THE_HOST" not in text

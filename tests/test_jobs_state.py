@@ -11,7 +11,6 @@ from emulator.jobs_state import (
     Expose,
     JobTable,
     Owner,
-    Slots,
     Stage,
     UnknownJob,
     Volume,
@@ -167,28 +166,6 @@ def test_listing_filters_and_keeps_namespaces_apart():
     for namespace, job_id in (("me", other.id), ("you", jobs[0].id), ("me", "0" * 24)):
         with pytest.raises(UnknownJob):
             table.get(namespace, job_id)
-
-
-def test_cpu_places():
-    slots = Slots(cpu_jobs=2)
-    assert slots.take("a", FLAVORS["cpu-basic"]) == ()
-    assert slots.take("b", FLAVORS["h200"]) == ()  # no devices: on the CPU
-    assert slots.take("c", FLAVORS["cpu-basic"]) is None
-    slots.release("a")
-    slots.release("a")
-    assert slots.take("c", FLAVORS["cpu-basic"]) == ()
-
-
-def test_devices_are_never_shared():
-    slots = Slots(cpu_jobs=1, devices="0123")
-    assert slots.take("a", FLAVORS["h200x2"]) == ("0", "1")
-    assert slots.take("b", FLAVORS["h200"]) == ("2",)
-    assert slots.take("c", FLAVORS["h200x2"]) is None
-    assert slots.take("d", FLAVORS["cpu-basic"]) == ()
-    slots.release("a")
-    assert slots.take("c", FLAVORS["h200x2"]) == ("0", "1")
-    assert "8 GPUs" in slots.impossible(FLAVORS["h200x8"])
-    assert slots.impossible(FLAVORS["h200x4"]) is None
 
 
 def test_hardware_is_what_the_client_knows():
