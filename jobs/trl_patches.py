@@ -27,6 +27,8 @@ from jobs.errors import ConfigError
 log = logging.getLogger(__name__)
 
 SUPPORTED = ("1.14.2", "1.15.0", "1.16.0")
+GPU_ONLY = ("1.15.0",)
+"""Versions that compute log-probabilities by Triton kernels alone; those before and after also have plain torch."""
 KERNEL = "kernels-community/flash-attn3"
 HEALTH_POLL_S = 0.25
 """TRL looks every 2 s whether the server is up; on average a second of the start would be spent waiting for it."""
@@ -45,12 +47,13 @@ def apply(on_cpu: bool, stopping: Callable[[], bool]) -> None:
     Raises:
         ConfigError: this version of TRL is not supported.
     """
-    check_version()
+    check_version(on_cpu)
     with without_vllm():
         import trl.experimental.async_grpo  # noqa: F401
     use_local_attention(on_cpu)
     if on_cpu:
         no_peak_flops()
+        sdpa_instead_of_kernel()
     poll_health_often()
     survive_proxy_restarts(stopping)
     refuse_merged_sync()
@@ -58,11 +61,11 @@ def apply(on_cpu: bool, stopping: Callable[[], bool]) -> None:
     stop_at_once()
 
 
-def check_version() -> str:
-    """Returns TRL's version.
+def check_version(on_cpu: bool = False) -> str:
+    """Returns TRL's version; `on_cpu` says that it is to train without a GPU.
 
     Raises:
-        ConfigError: TRL is missing, or is a version whose internals these patches were not written for.
+        ConfigError: TRL is missing, is a version whose internals these patches were not written for, or needs a GPU.
     """
     try:
         version = importlib.metadata.version("trl")
@@ -70,6 +73,10 @@ def check_version() -> str:
         raise ConfigError(f"TRL is not installed here; the trainer needs trl=={SUPPORTED[-1]}.") from error
     if version not in SUPPORTED:
         raise ConfigError(f"trl {version} is not supported: install one of {', '.join(SUPPORTED)}.")
+    if on_cpu and version in GPU_ONLY:
+        raise ConfigError(
+            f"trl {version} cannot train on a CPU (its log-probabilities need Triton): install trl==1.16.0."
+        )
     return version
 
 
@@ -118,7 +125,7 @@ def use_local_attention(on_cpu: bool) -> None:
     """Where the Hub's FlashAttention-3 cannot be had, lets `kernels` find the stand-in in jobs/kernels for it.
 
     On a CPU that is always so; with a GPU, when the Hub does not give it. `kernels` 0.13 reads LOCAL_KERNELS at its
-    first use. TRL 1.14 and 1.15 ask for the kernel through transformers, 1.16 directly; both end there.
+    first use.
 
     Raises:
         ConfigError: the program lies at a path that LOCAL_KERNELS cannot express.
@@ -144,8 +151,27 @@ def use_local_attention(on_cpu: bool) -> None:
         utils._parse_local_kernel_overrides.cache_clear()
 
 
+def sdpa_instead_of_kernel() -> None:
+    """On a CPU, trains TRL 1.14 with transformers' own attention; 1.16 does not ask for the kernel in this way.
+
+    It names the kernel as transformers' attention implementation, and transformers fetches it only with a version of
+    `kernels` that differs from release to release. Its sdpa keeps packed sequences apart by their position ids as well.
+    """
+    from trl.experimental.async_grpo import async_grpo_trainer as module
+
+    original = module.create_model_from_path
+
+    @functools.wraps(original)
+    def create_model_from_path(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("attn_implementation") == KERNEL:
+            kwargs["attn_implementation"] = "sdpa"
+        return original(*args, **kwargs)
+
+    module.create_model_from_path = create_model_from_path
+
+
 def no_peak_flops() -> None:
-    """Without a GPU there is no peak to compare with; TRL 1.15 on asks CUDA for the device's name all the same."""
+    """Without a GPU there is no peak to compare with; TRL 1.16 asks CUDA for the device's name all the same."""
     from trl.experimental.async_grpo import async_grpo_trainer as module
 
     if hasattr(module, "get_peak_flops_per_device"):

@@ -108,11 +108,18 @@ def test_the_kernel_comes_with_its_metadata() -> None:
 def test_another_version_of_trl_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     with pytest.raises(ConfigError, match=rf"trl {version} is not supported.*1\.14\.2, 1\.15\.0, 1\.16\.0"):
-        trl_patches.check_version()
+        trl_patches.check_version(on_cpu=False)
 
 
 def test_the_installed_trl_is_supported() -> None:
-    assert trl_patches.check_version() in trl_patches.SUPPORTED
+    assert trl_patches.check_version(on_cpu=True) in trl_patches.SUPPORTED
+
+
+def test_a_version_that_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.15.0")
+    assert trl_patches.check_version(on_cpu=False) == "1.15.0"
+    with pytest.raises(ConfigError, match=r"trl 1\.15\.0 cannot train on a CPU"):
+        trl_patches.check_version(on_cpu=True)
 
 
 class FlakyServer:
