@@ -31,12 +31,15 @@ EXTRACT_S = 300.0
 
 # In a process of its own: the library starts a pool of threads that would stay, and locks the store it opens.
 _EXTRACT = """
-import json, sys
+import json, os, sys
 from hf_xet import XetFileInfo, XetSession
 store, wanted = sys.argv[1], json.load(sys.stdin)
 with XetSession().new_file_download_group(endpoint="local://" + store) as group:
     for xet_hash, path in wanted.items():
         group.start_download_file(XetFileInfo(xet_hash), path)
+for xet_hash, path in wanted.items():
+    if not os.path.getsize(path) and xet_hash.strip("0"):  # what a store does not have, it writes as an empty file
+        os.unlink(path)
 """
 
 
@@ -107,8 +110,11 @@ class HubBuckets:
 
     def _make(self, name: str) -> None:
         client = self._open(name)._client
-        if not client.bucket_exists(name):
-            client.make_bucket(name)
+        try:
+            if not client.bucket_exists(name):
+                client.make_bucket(name)
+        except ValueError as error:  # S3 has rules for names of its own
+            raise BadRequest(str(error)) from error
 
     def _open(self, name: str) -> Bucket:
         return Bucket(replace(self._settings, url=f"s3://{name}"))

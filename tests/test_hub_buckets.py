@@ -1,7 +1,7 @@
 import pytest
 import requests
 from huggingface_hub import HfApi
-from huggingface_hub.errors import BucketNotFoundError, HfHubHTTPError
+from huggingface_hub.errors import BadRequestError, BucketNotFoundError, HfHubHTTPError
 
 from emulator.serve import Emulator
 
@@ -22,14 +22,14 @@ def test_files_are_added_listed_and_deleted(api):
     api.create_bucket("local/files", exist_ok=True)
     with pytest.raises(HfHubHTTPError, match="409"):
         api.create_bucket("local/files")
-    api.batch_bucket_files("local/files", add=[(b"one", "a/1"), (b"two", "b/2"), (b"one", "ab")])
+    api.batch_bucket_files("local/files", add=[(b"one", "a/1"), (b"two", "b/2"), (b"one", "ab"), (b"", "b/.keep")])
     info = api.bucket_info("local/files")
-    assert (info.private, info.size, info.total_files) == (True, 9, 3)
-    assert sorted(file.path for file in api.list_bucket_tree("local/files")) == ["a/1", "ab", "b/2"]
+    assert (info.private, info.size, info.total_files) == (True, 9, 4)
+    assert sorted(file.path for file in api.list_bucket_tree("local/files")) == ["a/1", "ab", "b/.keep", "b/2"]
     assert [(file.path, file.size) for file in api.list_bucket_tree("local/files", prefix="a")] == [("a/1", 3)]
     assert [file.path for file in api.get_bucket_paths_info("local/files", ["b/2", "c"])] == ["b/2"]
     api.batch_bucket_files("local/files", delete=["a/1"])
-    assert api.bucket_info("local/files").total_files == 2
+    assert api.bucket_info("local/files").total_files == 3
 
 
 def test_content_that_was_never_uploaded_is_a_failure(emulator, api):
@@ -43,6 +43,11 @@ def test_content_that_was_never_uploaded_is_a_failure(emulator, api):
     assert answer.status_code == 422
     assert answer.json()["failed"][0]["path"] == "x"
     assert api.bucket_info("local/empty").total_files == 0
+
+
+def test_a_name_that_s3_does_not_take(api):
+    with pytest.raises(BadRequestError, match="bucket name"):
+        api.create_bucket("local/f")
 
 
 def test_unknown_bucket(api):
