@@ -61,10 +61,11 @@ class Control:
         ]
 
     async def health(self, request: Request) -> Response:
-        """200 from the first ready engine on: TRL asks before the start only, and a run outlives an outage.
+        """200 as soon as TRL can be told what its server offers: it asks before the start only, loads its model while
+        the first engine starts, and completions that come too early wait.
 
-        The body says `ok`, `degraded` (some engine is not ready), `parking` (none is; completions wait) or, with 503,
-        `starting`.
+        The body says `ok`, `degraded` (some engine is not ready), `parking` (none is any more) or `starting` (none was
+        yet).
         """
         engines = [engine for engine in self._fleet.engines.values() if engine.state != "gone"]
         ready = sum(engine.state == "ready" for engine in engines)
@@ -74,7 +75,8 @@ class Control:
         else:
             status = "parking" if self._was_ready else "starting"
         replicas = {engine.name: {"state": engine.state, "reason": engine.reason} for engine in engines}
-        return JSONResponse({"status": status, "replicas": replicas}, 200 if self._was_ready else 503)
+        told = self._fleet.promise() is not None
+        return JSONResponse({"status": status, "replicas": replicas}, 200 if told else 503)
 
     async def server_info(self, request: Request) -> Response:
         """The part of vLLM's configuration that holds for every engine: the smallest of each number."""

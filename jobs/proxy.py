@@ -32,6 +32,7 @@ from jobs.bucket import Bucket
 from jobs.completions import Completions
 from jobs.control import Control
 from jobs.dispatch import Limits
+from jobs.engine import Facts
 from jobs.errors import ConfigError, NotFound
 from jobs.fleet import Fleet
 from jobs.http import KEY_HEADER, upstream_headers
@@ -60,7 +61,7 @@ class ProxySettings:
     """All that a proxy is started with. `fd` is an inherited listening socket, and goes before `host` and `port`.
 
     `attempt` 0 and `output_dir` None: it publishes nothing, and serves proxies in front of it. `model` and `dtype`
-    None: the first engine that answers decides.
+    None: the first engine that answers decides. `promise` is what the trainer may be told before any engine is there.
     """
 
     run: str
@@ -76,6 +77,7 @@ class ProxySettings:
     proxy: Proxy = field(default_factory=Proxy)
     model: str | None = None
     dtype: str | None = None
+    promise: Facts | None = None
 
     @classmethod
     def from_env(
@@ -123,7 +125,20 @@ class ProxySettings:
             proxy=proxy,
             model=spec.model.served if spec else None,
             dtype=f"torch.{spec.recipe.model.dtype}" if spec and spec.recipe.model.dtype in NOISE else None,
+            promise=promise(spec) if spec else None,
         )
+
+
+def promise(spec: RunSpec) -> Facts | None:
+    """What every engine of the run will offer, as far as the recipe says it; None if it leaves a part to vLLM.
+
+    With it TRL need not wait for the first engine: it loads its model and starts its rollouts meanwhile.
+    """
+    flags, dtype = spec.recipe.replica.vllm, spec.recipe.model.dtype
+    numbers = [flags.get(name) for name in ("max_model_len", "max_loras", "max_lora_rank")]
+    if dtype not in NOISE or not all(isinstance(number, int) for number in numbers):
+        return None
+    return Facts(spec.model.served, f"torch.{dtype}", *numbers)
 
 
 def run(settings: ProxySettings) -> None:
@@ -199,6 +214,7 @@ class Assembly:
         self.fleet = Fleet(
             settings.run, settings.attempt, Ack(proxy.ack), proxy.load_deadline_s, settings.model, settings.dtype
         )
+        self.fleet.promised = settings.promise
         self.pool = FleetPool(self.fleet)
         self.publisher = Publisher(settings.bucket, settings.run, settings.attempt, settings.key, settings.output_dir)
         self.completions = Completions(self.pool, settings.headers, _limits(proxy))
