@@ -1,6 +1,7 @@
 """The command line of asyncgrpo: thin commands, each of which calls one module."""
 
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -171,6 +172,103 @@ def launch(**options: Any) -> None:
     from jobs import launcher
 
     sys.exit(launcher.launch(launcher.Options(**options), os.environ))
+
+
+@main.command()
+@example("asyncgrpo status digit-1129-230000 --bucket s3://my-bucket")
+@click.argument("run")
+@NAMESPACE
+@BUCKET
+@JSON
+def status(run: str, namespace: str | None, bucket: str | None, as_json: bool) -> None:
+    """Shows how a run is: its progress, replicas, Jobs, who leads it, and what it has cost so far."""
+    from jobs import operate, site, status_view
+
+    found = operate.Operation(site.Site.from_env(os.environ, namespace, bucket), run).status()
+    click.echo(json.dumps(found)) if as_json else status_view.show(found, sys.stdout)
+
+
+@main.command()
+@example("asyncgrpo logs digit-1129-230000 --role replica --index 1 --follow")
+@click.argument("run")
+@click.option("--role", type=click.Choice(["trainer", "replica"]), default="trainer", show_default=True)
+@click.option("--index", type=int, default=0, show_default=True, help="Which replica.")
+@click.option("--follow", is_flag=True, help="Go on until the Job is over.")
+@NAMESPACE
+@BUCKET
+def logs(run: str, role: str, index: int, follow: bool, namespace: str | None, bucket: str | None) -> None:
+    """Prints the log of one of a run's Jobs; lost connections lose and repeat no line."""
+    from jobs import operate, site
+
+    for line in operate.Operation(site.Site.from_env(os.environ, namespace, bucket), run).logs(role, index, follow):
+        click.echo(line)
+
+
+@main.command()
+@example("asyncgrpo stop digit-1129-230000 --bucket s3://my-bucket")
+@click.argument("run")
+@NAMESPACE
+@BUCKET
+@JSON
+def stop(run: str, namespace: str | None, bucket: str | None, as_json: bool) -> None:
+    """Ends a run: its lease, then all its Jobs, until none is left."""
+    from jobs import operate, site
+
+    ended = operate.Operation(site.Site.from_env(os.environ, namespace, bucket), run).stop()
+    click.echo(json.dumps({"cancelled": ended}) if as_json else f"cancelled {len(ended)} Jobs: none is left")
+
+
+@main.command()
+@example("asyncgrpo scale digit-1129-230000 --replicas 4")
+@click.argument("run")
+@click.option("--replicas", type=int, required=True, help="How many replicas there shall be from now on.")
+@NAMESPACE
+@BUCKET
+def scale(run: str, replicas: int, namespace: str | None, bucket: str | None) -> None:
+    """Changes the number of replicas while the run goes on: new ones join, those too many are drained first."""
+    from jobs import operate, site
+
+    operate.Operation(site.Site.from_env(os.environ, namespace, bucket), run).scale(replicas)
+    click.echo(f"asked for {replicas} replicas; see: asyncgrpo status {run}")
+
+
+@main.command()
+@example("asyncgrpo reap --bucket s3://my-bucket --yes")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@NAMESPACE
+@BUCKET
+@JSON
+def reap(yes: bool, namespace: str | None, bucket: str | None, as_json: bool) -> None:
+    """Ends Jobs of runs that are over, that nobody leads any more, or whose deadline has passed."""
+    from jobs import operate, site
+
+    where = site.Site.from_env(os.environ, namespace, bucket)
+    found, foreign = operate.reapable(where)
+    for each in found:
+        click.echo(
+            f"{each.job.id}  {(each.job.labels or {})['asyncgrpo-run']}  {each.job.flavor}  {each.why}", err=True
+        )
+    for job in foreign:
+        click.echo(f"{job.id}  bears a run's labels, but is not that run's: left alone", err=True)
+    if found and (yes or click.confirm(f"Cancel {len(found)} Jobs?", err=True)):
+        operate.reap(where, found)
+    else:
+        found = []
+    click.echo(
+        json.dumps({"cancelled": [each.job.id for each in found]}) if as_json else f"cancelled {len(found)} Jobs"
+    )
+
+
+@main.command()
+@example("asyncgrpo doctor --bucket s3://my-bucket")
+@NAMESPACE
+@BUCKET
+@JSON
+def doctor(namespace: str | None, bucket: str | None, as_json: bool) -> None:
+    """Checks token, Jobs, bucket, clock and this machine: each line is ok or says the fix; status 2 if one is bad."""
+    from jobs import doctor
+
+    sys.exit(doctor.run(os.environ, namespace, bucket, as_json))
 
 
 if __name__ == "__main__":

@@ -250,7 +250,6 @@ class Emulator:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                date_header=False,
                 timeout_graceful_shutdown=1,
             )
         )

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -152,6 +153,16 @@ class Bucket:
         """The object's bytes and its etag, for `put_if`."""
         response = self._retried(lambda: self._send("GET", key), f"get {key}")
         return response.data, response.headers.get("etag", "")
+
+    def age_s(self, key: str) -> float:
+        """Whole seconds since the object was written, by the bucket's own clock: `Date` less `Last-Modified`.
+
+        Raises:
+            NotFound: no object under the key.
+        """
+        headers = self._retried(lambda: self._send("GET", key), f"get {key}").headers
+        now, written = (parsedate_to_datetime(headers[name]) for name in ("date", "last-modified"))
+        return (now - written).total_seconds()
 
     def put_file(self, key: str, path: Path) -> None:
         """Writes a file's content, in parts when it is large."""

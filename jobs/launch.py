@@ -193,11 +193,11 @@ class Launch:
     def _trainer_ended(self, job: JobInfo, progress: Mapping[str, Any]) -> None:
         if progress.get("state") == "failed":
             raise RunFailed(f"the trainer failed: {progress.get('reason')}")
-        if not progress:
-            raise RunFailed(f"the trainer ended before it began to train. Its last lines:\n{self._tail(job)}")
         why = leader.why_over(job.status.stage, progress.get("state"), self.trainer_restarts)
+        if why is not None and job.status.stage != "CANCELED":
+            raise RunFailed(f"{why}: {job.status.message or job.status.stage}. Its last lines:\n{self._tail(job)}")
         if why is not None:
-            raise RunFailed(f"{why}, last as {job.status.message or job.status.stage}")
+            raise RunFailed(f"{why}: somebody stopped the run")
         log.warning("the trainer was ended (%s): starting a new attempt", job.status.message or job.status.stage)
         if self._leader is not None and self._leader.leadership.held:
             self.trainer_restarts += 1

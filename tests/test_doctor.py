@@ -1,0 +1,92 @@
+import json
+from collections.abc import Iterator
+from datetime import datetime, timedelta, tzinfo
+
+import pytest
+from click.testing import CliRunner
+
+import asyncgrpo
+from emulator.serve import Emulator
+from jobs import doctor
+from jobs.bucket import Bucket
+from jobs.doctor import Finding
+
+
+@pytest.fixture(scope="module")
+def emulator() -> Iterator[Emulator]:
+    with Emulator() as emulator:
+        yield emulator
+
+
+def findings(emulator: Emulator, **changed: str) -> dict[str, Finding]:
+    environ = {**emulator.environment(), **changed}
+    return {each.check: each for each in [*doctor.check_hub(environ, None), *doctor.check_bucket(environ, None)]}
+
+
+def test_all_is_well(emulator: Emulator) -> None:
+    result = CliRunner().invoke(asyncgrpo.main, ["doctor", "--json"], env=emulator.environment())
+    found = {each["check"]: each for each in json.loads(result.stdout)}
+    assert result.exit_code == 0, result.output
+    assert {
+        "token",
+        "clock",
+        "jobs",
+        "flavors",
+        "bucket",
+        "gpus",
+        "torch",
+        "vllm",
+        "trl",
+        "peft",
+        "fuse",
+        "port",
+    } == set(found)
+    assert found["token"]["ok"] and found["jobs"]["ok"] and "h200" in found["flavors"]["detail"]
+    assert Bucket(emulator.bucket).list("doctor/") == [], "it leaves nothing in the bucket"
+
+
+def test_a20_the_effective_addressing_style_and_region_are_shown(emulator: Emulator) -> None:
+    shown = findings(emulator, AWS_REGION="eu-central-1")["bucket"]
+    assert shown.ok and "path style, region eu-central-1" in shown.detail
+
+
+@pytest.mark.parametrize(("skew_s", "ok"), [(0, True), (-300, False), (300, False)])
+def test_the_clock_is_compared_with_the_hubs(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, skew_s: int, ok: bool
+) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime.now(tz) + timedelta(seconds=skew_s)
+
+    monkeypatch.setattr(doctor, "datetime", Clock)
+    found = doctor.check_clock(emulator.endpoint)
+    assert found.ok is ok, found
+
+
+def test_a_token_that_the_hub_refuses(emulator: Emulator) -> None:
+    token = findings(emulator, HF_TOKEN="hf_wrong")["token"]
+    assert token.ok is False and "settings/tokens" in token.fix and "hf_wrong" not in str(token)
+
+
+def test_a_bucket_that_cannot_be_used(emulator: Emulator) -> None:
+    missing = findings(emulator, ASYNCGRPO_BUCKET="s3://no-such-bucket")["bucket"]
+    assert missing.ok is False and "write" in missing.detail
+    assert findings(emulator, AWS_ACCESS_KEY_ID="")["bucket"].ok is False
+
+
+def test_a_store_without_conditional_writes(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put(self: Bucket, key: str, data: bytes) -> bool:
+        self.put(key, data)
+        return True
+
+    monkeypatch.setattr(Bucket, "put_new", put)
+    bad = findings(emulator)["bucket"]
+    assert bad.ok is False and "If-None-Match does not work" in bad.detail
+
+
+def test_what_is_bad_is_told_with_its_fix(emulator: Emulator) -> None:
+    result = CliRunner().invoke(
+        asyncgrpo.main, ["doctor", "--bucket", "s3://no"], env={**emulator.environment(), "HF_TOKEN": "x"}
+    )
+    assert result.exit_code == 2 and "BAD  token" in result.output and "FIX:" in result.output
