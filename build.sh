@@ -26,11 +26,10 @@ find_python() {
 }
 
 install() {
-  local stamp=$root/.venv/installed wanted python
+  local stamp=$root/.venv/installed wanted
   wanted=$(cat "$root/requirements/cpu.txt" "$root/tools/vllm_metadata.py" | sha256sum)
   [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
   say "installing requirements/cpu.txt into .venv (2 to 3 minutes, 3 GB, once)"
-  [[ -x $bin/python ]] || { python=$(find_python) && "$python" -m venv "$root/.venv"; }
   local pip=("$bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-compile)
   "${pip[@]}" --constraint "$root/requirements/cpu.txt" torch # with its dependencies: elsewhere it may be a CUDA build
   "${pip[@]}" --no-deps --requirement "$root/requirements/cpu.txt"
@@ -39,11 +38,13 @@ install() {
   echo "$wanted" >"$stamp"
 }
 
-setup() { # install and build, one caller at a time
+setup() { # one caller at a time; the archive is made while pip waits for the network
   {
     flock 9
+    [[ -x $bin/python ]] || { python=$(find_python) && "$python" -m venv "$root/.venv"; }
+    "$bin/python" "$root/tools/make_pyz.py" &
     install
-    "$bin/python" "$root/tools/make_pyz.py"
+    wait $!
   } >&2 9>"$root/.setup.lock"
 }
 

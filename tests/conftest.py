@@ -3,21 +3,24 @@
 import os
 import signal
 import socket
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-GRACE_S = 2.0
+GRACE_S = 5.0
 """How long a process may take to end after its test: it was told to stop and is on its way."""
 MARK = f"ASYNCGRPO_TESTS={os.getpid()}"
 """Stands in the environment of whatever these tests start, by which a process is known after its parent has died."""
 BUCKETS = count(1)
 
 os.environ.update([MARK.split("=")])
+# A time limit's SIGTERM ends the tests as Ctrl-C does: with fixtures torn down, so that what they started ends too.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def started() -> dict[int, str]:
@@ -48,11 +51,8 @@ def started() -> dict[int, str]:
     return {pid: line for pid, line in lines.items() if pid != os.getpid() and (pid in marked or ours(pid))}
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a process behind, and kill what it left."""
-    before = started()
-    yield
+def killed(before: Collection[int] = ()) -> dict[int, str]:
+    """Kill what these tests started and left running, apart from `before`, and return what that was."""
     deadline = time.monotonic() + GRACE_S
     while (left := {pid: line for pid, line in started().items() if pid not in before}) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -61,8 +61,24 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-    if left:
+    return left
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a process behind, and kill what it left."""
+    before = started()
+    yield
+    if left := killed(before):
         pytest.fail(f"{request.node.name} left processes behind: {left}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The same for the fixtures of modules and of the session, which have been torn down by now."""
+    if left := killed():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\nFixtures left processes behind: {left}", file=sys.stderr)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """asyncgrpo.pyz on interpreters that have nothing installed, and jobs.bundle in a checkout."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -242,3 +243,16 @@ def test_wheels_are_reduced_to_what_runs() -> None:
         "cp312-linux-x86_64": {"c.so": b"12"},
     }
     assert pack({"a": b"1", "b": b"2"}) == pack({"b": b"2", "a": b"1"})
+
+
+def test_bundled_versions_are_those_that_were_run() -> None:
+    """What the archive carries is what the CPU environment, and so every other test, has."""
+
+    def pins(name: str) -> set[str]:
+        lines = (ROOT / "requirements" / name).read_text().splitlines()
+        return {
+            re.sub(r"[-_.]+(?=.*==)", "-", line.removesuffix(" \\").lower()) for line in lines if re.match(r"\w", line)
+        }
+
+    assert len(pins("bundle.txt")) > 50
+    assert pins("bundle.txt") <= pins("cpu.txt")
