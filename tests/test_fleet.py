@@ -461,6 +461,41 @@ def test_a_disproved_engine_is_not_used_and_the_others_go_on() -> None:
     assert fleet.engines["0"].reason == "cannot serve run.2.v1: serves the base model"
 
 
+def test_a_disproof_counts_for_a_retiring_version_too() -> None:
+    fleet = fleet_of("0", "1")
+    publish(fleet, V1, 1)
+    work(fleet, "0", 1), work(fleet, "1", 1)
+    fleet.begin(V1, 2)
+    fleet.retire(V1, 2)
+    fleet.disproved("0", V1, "serves the base model", 3)
+    assert fleet.candidates(V1) == ["1"]
+    assert states(fleet) == {"0": "ready", "1": "ready"}
+
+
+def test_a_version_that_was_unloaded_can_be_loaded_again() -> None:
+    fleet = fleet_of("0")
+    publish(fleet, V1, 1)
+    work(fleet, "0", 1)
+    fleet.retire(V1, 2)
+    unload = fleet.take("0", 2)
+    publish(fleet, V1, 3)
+    assert fleet.candidates(V1) == []
+    fleet.unloaded(unload, 4)
+    assert work(fleet, "0", 4) == [Load("0", V1, "a"), Prove("0", V1, "a")]
+    assert fleet.candidates(V1) == ["0"]
+
+
+def test_the_trainer_is_promised_the_smallest_numbers_and_later_engines_keep_them() -> None:
+    fleet = fleet_of("0")
+    fleet.added("1", "http://1", 1)
+    fleet.answered("1", "a", Facts("tiny", "torch.float32", 128, 9, 16), {}, 1, 1)
+    assert fleet.promise() == Facts("tiny", "torch.float32", 128, 3, 8)
+    fleet.added("2", "http://2", 2)
+    fleet.answered("2", "a", Facts("tiny", "torch.float32", 64, 3, 8), {}, 2, 2)
+    reason = "its max_model_len is 64 and the trainer was told 128: start this replica with --max-model-len 128"
+    assert (fleet.engines["2"].state, fleet.engines["2"].reason) == (EngineState.SUSPECT, reason)
+
+
 def test_failures_in_a_row_keep_an_engine_away_longer() -> None:
     fleet = fleet_of("0")
     waits, now = [], 0.0
