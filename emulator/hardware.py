@@ -68,9 +68,7 @@ def _gpu(
     name: str, pretty_name: str, model: str, gpus: int, vram_gb: int, cpus: int, memory_gb: int, usd_per_hour: float
 ) -> Flavor:
     disk_gb = 50 if usd_per_hour < 1 else 1000
-    return Flavor(
-        name, pretty_name, cpus, memory_gb, disk_gb, usd_per_hour, Accelerator(model, gpus, vram_gb * gpus)
-    )
+    return Flavor(name, pretty_name, cpus, memory_gb, disk_gb, usd_per_hour, Accelerator(model, gpus, vram_gb * gpus))
 
 
 # Names: huggingface_hub.JobHardware. Prices of cpu-basic, t4-small, l4x1, a10g-small, a100-large and h200*: the Hub's

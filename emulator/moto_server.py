@@ -150,9 +150,7 @@ def _error(environ: Environ, start_response: StartResponse, status: int, code: s
         f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{escape(code)}</Code>"
         f"<Message>{escape(message)}</Message></Error>"
     ).encode()
-    start_response(
-        f"{status} {code}", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))]
-    )
+    start_response(f"{status} {code}", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
     return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
 
 

@@ -5,10 +5,12 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import HfApi
 
 from emulator.serve import Emulator
 from jobs.bucket import Bucket
@@ -73,9 +75,26 @@ def test_a_job_in_all_commands(hf):
     assert job in hf("ps", "-a", "--format", "json")
 
 
-def test_stats(hf):
-    job = start(hf, "python:3.12", "python", "-S", "-c", "import time; time.sleep(5)")
-    assert "17.2GB" in hf("stats", job)  # cpu-basic
+def test_stats(hf, emulator):
+    job = start(hf, "python:3.12", *FOREVER)
+    client = HfApi(endpoint=emulator.endpoint, token=emulator.token)
+    # 1.x of the command shows the numbers until the Job ends, so it is ended once they were asked for.
+    asked = emulator.hub.runner.pids
+    ending = threading.Timer(0, lambda: client.cancel_job(job_id=job, namespace="local"))
+
+    def pids(state):
+        if state.id == job and not ending.is_alive() and not ending.finished.is_set():
+            ending.interval = 1.5  # one more event, a second after the first
+            ending.start()
+        return asked(state)
+
+    emulator.hub.runner.pids = pids
+    try:
+        assert "17.2GB" in hf("stats", job)  # cpu-basic
+    finally:
+        emulator.hub.runner.pids = asked
+        ending.cancel()
+        ending.join()
 
 
 def test_wait_and_hardware(hf):
