@@ -207,9 +207,7 @@ def check_config(config: Mapping[str, Any], max_rank: int | None = None) -> None
     targets = config.get("target_modules") or []
     for target in [targets] if isinstance(targets, str) else targets:
         if target.rpartition(".")[2] in _HEADS:
-            raise ConfigError(
-                f"target_modules has {target!r}: vLLM cannot serve an adapter there. Leave it out."
-            )
+            raise ConfigError(f"target_modules has {target!r}: vLLM cannot serve an adapter there. Leave it out.")
     rank = config.get("r")
     patterns = config.get("rank_pattern") or {}
     largest = max([rank, *patterns.values()]) if isinstance(rank, int) else None

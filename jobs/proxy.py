@@ -136,9 +136,10 @@ def promise(spec: RunSpec) -> Facts | None:
     """
     flags, dtype = spec.recipe.replica.vllm, spec.recipe.model.dtype
     numbers = [flags.get(name) for name in ("max_model_len", "max_loras", "max_lora_rank")]
-    if dtype not in NOISE or not all(isinstance(number, int) for number in numbers):
+    length, slots, rank = (number if isinstance(number, int) else 0 for number in numbers)
+    if dtype not in NOISE or not (length and slots and rank):
         return None
-    return Facts(spec.model.served, f"torch.{dtype}", *numbers)
+    return Facts(spec.model.served, f"torch.{dtype}", length, slots, rank)
 
 
 def run(settings: ProxySettings) -> None:

@@ -59,6 +59,7 @@ def apply(on_cpu: bool, stopping: Callable[[], bool]) -> None:
     refuse_merged_sync()
     own_rollout_process(fork=on_cpu)
     stop_at_once()
+    no_model_cards()
 
 
 def check_version(on_cpu: bool = False) -> str:
@@ -323,6 +324,13 @@ def stop_at_once() -> None:
         original(self)
 
     AsyncRolloutWorker.stop = stop
+
+
+def no_model_cards() -> None:
+    """PEFT writes a README beside each adapter: two thirds of the 16 ms (measured) that the save of a sync takes."""
+    from peft import PeftModel
+
+    PeftModel.create_or_update_model_card = lambda *_, **__: None
 
 
 def _drain(messages: Any) -> None:

@@ -270,7 +270,9 @@ def test_a_load_that_takes_seconds_stalls_nobody(tmp_path: Path, moto_bucket: Mo
     asyncio.run(main())
 
 
-def test_health_is_503_until_it_is_known_what_is_served_and_200_ever_after(tmp_path: Path, moto_bucket: MotoBucket) -> None:
+def test_health_is_503_until_it_is_known_what_is_served_and_200_ever_after(
+    tmp_path: Path, moto_bucket: MotoBucket
+) -> None:
     async def main() -> None:
         async with run_of(tmp_path, moto_bucket.environ, sims=1) as run:
             await run.sims[0].kill()
@@ -295,9 +297,7 @@ def test_health_is_503_until_it_is_known_what_is_served_and_200_ever_after(tmp_p
     asyncio.run(main())
 
 
-def test_what_the_recipe_promises_is_told_before_any_engine_is_there(
-    tmp_path: Path, moto_bucket: MotoBucket
-) -> None:
+def test_what_the_recipe_promises_is_told_before_any_engine_is_there(tmp_path: Path, moto_bucket: MotoBucket) -> None:
     async def main() -> None:
         async with run_of(tmp_path, moto_bucket.environ, sims=2) as run:
             await run.sims[0].kill()

@@ -118,6 +118,7 @@ def test_a_preempted_run_goes_on_where_it_was(train: Callable[..., Training], en
     assert [row["step"] for row in second.steps()] == [saved["step"] + 1, saved["step"] + 2]
     assert json.loads((second.output / "final" / "adapter_config.json").read_text())["r"] == 8
     assert (second.output / "final" / "adapter_model.safetensors").stat().st_size > 10_000
+    assert not list(second.output.glob(".vllm_lora/*/README.md"))
     loads = [event["model"] for event in engine.get("/sim/log").json()["events"] if event["event"] == "load"]
     assert loads[-1] == f"trl-policy-v{version + 3}"  # the count goes on: one at the start, one a step
 

@@ -45,7 +45,9 @@ def flash_attn_varlen_func(
     """
     wanted = [name for name, value in unsupported.items() if value not in (None, False, 0, 0.0, 1)]
     if wanted:
-        raise NotImplementedError(f"this stand-in for FlashAttention-3 has no {', '.join(wanted)}; use the Hub's kernel")
+        raise NotImplementedError(
+            f"this stand-in for FlashAttention-3 has no {', '.join(wanted)}; use the Hub's kernel"
+        )
     left, right = window_size[0], 0 if causal else window_size[1]
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
