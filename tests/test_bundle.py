@@ -210,6 +210,17 @@ def test_no_folder_at_all_is_said(oldest: Machine, pyz: Path) -> None:
     assert "set ASYNCGRPO_CACHE" in err
 
 
+def test_a_damaged_archive_is_said(oldest: Machine, pyz: Path, tmp_path: Path) -> None:
+    content = bytearray(pyz.read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "damaged.pyz").write_bytes(content)
+    start = oldest.start(tmp_path / "damaged.pyz", "--version", ASYNCGRPO_CACHE=str(tmp_path))
+    out, err = start.communicate(timeout=TIMEOUT_S)
+    assert (start.returncode, out) == (1, "")
+    assert "is damaged or was just replaced" in err
+    assert [each.name for each in (tmp_path / "program").iterdir()] == ["lock"]
+
+
 @pytest.mark.parametrize("minor", [8, 9, 10])
 def test_an_older_python_is_refused(pyz: Path, tmp_path: Path, minor: int) -> None:
     old = Machine(tmp_path, minor)

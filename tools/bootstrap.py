@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 LOADER: zipimporter = globals()["__loader__"]
-APP_DIGEST = "@APP_DIGEST@"
-PACKAGES_DIGEST = "@PACKAGES_DIGEST@"
+SHA256: "dict[str, str]" = {"what the archive holds": "its SHA-256; filled in by make_pyz.py"}
 MINIMUM = (3, 11)
+TAG = "cp%d%d" % sys.version_info[:2]
 
 
 def cache_roots(environ: "Mapping[str, str]") -> "list[str]":
@@ -47,21 +47,24 @@ def is_ours(folder: str) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
-def entry(name: str) -> "bytes | None":
-    """Return an entry of the archive, or None where it has no such entry."""
+def entry(name: str) -> bytes:
+    """Return an entry of the archive, checked: the file may be damaged, or replaced by a newer one at this moment."""
+    import hashlib
+
     try:
-        return LOADER.get_data(os.path.join(LOADER.archive, name))
-    except OSError:
-        return None
+        content = LOADER.get_data(os.path.join(LOADER.archive, name))
+    except (ImportError, OSError):
+        content = b""
+    if hashlib.sha256(content).hexdigest() != SHA256[name]:
+        sys.exit("asyncgrpo: %s is damaged or was just replaced: start it again." % LOADER.archive)
+    return content
 
 
 def unpack(root: str, name: str, wanted: "list[str]", link: "tuple[str, str] | None" = None) -> str:
     """Return the folder root/name, made from the archive's `wanted` .tar.xz entries unless it is there already.
 
-    One process makes it, under a lock, while the others that start meanwhile wait. Entries that the archive does not
-    have, compiled modules for a machine or an interpreter that it does not know, are left out: most of those packages
-    also work without. `link` is a symbolic link to add: (name, target).
-    Raises OSError where `root` cannot be used.
+    One process makes it, under a lock, while the others that start meanwhile wait. `link` is a symbolic link to add:
+    (name, target). Raises OSError where `root` cannot be used.
     """
     folder = os.path.join(root, name)
     if is_ours(root) and is_ours(folder):
@@ -87,25 +90,15 @@ def unpack(root: str, name: str, wanted: "list[str]", link: "tuple[str, str] | N
             return folder
         partial = tempfile.mkdtemp(prefix="partial-", dir=root)
         try:
-            for payload in filter(None, map(entry, wanted)):
+            for payload in map(entry, wanted):
                 with tarfile.open(fileobj=io.BytesIO(payload), mode="r:xz") as archive:
                     # Python 3.11.3 and older have no filters; later ones warn where none is chosen.
                     archive.extraction_filter = getattr(tarfile, "data_filter", None)
                     archive.extractall(partial)
             # Not left to the first imports: Python writes no bytecode under PYTHONDONTWRITEBYTECODE. Its name for
             # the source is corrected when it is imported, and the source never changes, so neither is checked.
-            command = [
-                sys.executable,
-                "-I",
-                "-m",
-                "compileall",
-                "-q",
-                "-j",
-                "0",
-                "--invalidation-mode",
-                "unchecked-hash",
-            ]
-            subprocess.run(command + [partial], stdout=sys.stderr)
+            options = ["-q", "-j0", "--invalidation-mode=unchecked-hash"]
+            subprocess.run([sys.executable, "-I", "-m", "compileall"] + options + [partial], stdout=sys.stderr)
             if link:
                 os.symlink(link[1], os.path.join(partial, link[0]))
             os.rename(partial, folder)
@@ -117,14 +110,16 @@ def unpack(root: str, name: str, wanted: "list[str]", link: "tuple[str, str] | N
 
 def program() -> str:
     """Return the folder of the unpacked program, unpacked now if need be."""
-    tag = "cp%d%d" % sys.version_info[:2]
-    compiled = "packages-%s-%s-%s.tar.xz" % (tag, sys.platform, os.uname().machine)
+    # For a machine or an interpreter that the archive has no compiled modules for, most packages work without.
+    compiled = "packages-%s-%s-%s.tar.xz" % (TAG, sys.platform, os.uname().machine)
+    wanted = [name for name in ("packages-any.tar.xz", compiled) if name in SHA256]
+    packages = "-".join(["packages", TAG] + [SHA256[name][:12] for name in wanted])
+    app = "app-%s-%s" % (SHA256["app.tar.xz"][:12], packages)  # it holds a link to them
     problems = []
     for root in cache_roots(os.environ):
         try:
-            packages = unpack(root, "packages-%s-%s" % (PACKAGES_DIGEST, tag), ["packages-any.tar.xz", compiled])
-            link = ("bundled", os.path.join("..", os.path.basename(packages)))
-            return unpack(root, "app-%s-%s" % (APP_DIGEST, tag), ["app.tar.xz"], link)
+            unpack(root, packages, wanted)
+            return unpack(root, app, ["app.tar.xz"], ("bundled", os.path.join("..", packages)))
         except OSError as error:
             problems.append("%s: %s" % (root, error))
     sys.exit("asyncgrpo: found no folder to unpack into; set ASYNCGRPO_CACHE to one.\n  " + "\n  ".join(problems))

@@ -6,7 +6,9 @@ Made twice from the same sources it is the same file, byte for byte: no times, n
 """
 
 import hashlib
+import io
 import os
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -25,28 +27,25 @@ def app_files() -> Files:
     return {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
 
 
-def digest(payloads: dict[str, bytes]) -> str:
-    """Return 16 hex digits that stand for the names and contents of `payloads`."""
-    total = hashlib.sha256()
-    for name, content in sorted(payloads.items()):
-        total.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
-    return total.hexdigest()[:16]
-
-
 def make(target: Path) -> None:
-    """Write the archive to `target`, whole or not at all."""
-    packages, app = packed(), {"app.tar.xz": pack(app_files())}
+    """Write the archive to `target`, whole or not at all, and not when it would stay the same: it may be in use."""
+    entries = {"app.tar.xz": pack(app_files()), **packed()}
+    sha256 = {name: hashlib.sha256(content).hexdigest() for name, content in entries.items()}
     bootstrap = (ROOT / "tools" / "bootstrap.py").read_text()
-    bootstrap = bootstrap.replace("@APP_DIGEST@", digest(app)).replace("@PACKAGES_DIGEST@", digest(packages))
+    bootstrap, filled = re.subn(r"(?m)^(SHA256: .* = ).*$", lambda line: f"{line[1]}{sha256}", bootstrap)
+    assert filled == 1
+    made = io.BytesIO(SHEBANG)
+    made.seek(0, io.SEEK_END)
+    with zipfile.ZipFile(made, "a") as archive:
+        for name, content in {"__main__.py": bootstrap.encode(), **entries}.items():
+            entry = zipfile.ZipInfo(name, TIME)
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, content)
+    if target.is_file() and target.read_bytes() == made.getvalue():
+        return
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
-    with partial.open("wb") as file:
-        file.write(SHEBANG)
-        with zipfile.ZipFile(file, "w") as archive:
-            for name, content in {"__main__.py": bootstrap.encode(), **app, **packages}.items():
-                entry = zipfile.ZipInfo(name, TIME)
-                entry.external_attr = 0o644 << 16
-                archive.writestr(entry, content)
+    partial.write_bytes(made.getvalue())
     partial.chmod(0o755)
     partial.replace(target)
 
