@@ -11,11 +11,11 @@ from pathlib import Path
 
 from huggingface_hub import JobHardwareInfo
 
-from jobs import bundle, hub, labels, live, logs, plan, plan_view, preflight, recipe, replica, tiny
+from jobs import bundle, costs, hub, labels, live, logs, plan, plan_view, preflight, recipe, replica, tiny
 from jobs.bucket import BucketSettings
 from jobs.errors import ConfigError
 from jobs.interrupts import INTERRUPTED, interruptible
-from jobs.launch import Launch
+from jobs.launch import Glance, Launch
 from jobs.recipe import Recipe
 from jobs.roster import Role
 from jobs.site import HUB, Site
@@ -95,6 +95,7 @@ def make_plan(started: Launch, hardware: list[JobHardwareInfo]) -> plan.Plan:
 
 
 def _start(started: Launch, options: Options, made: plan.Plan) -> int:
+    began_at = time.time()
     model_dir = _model_dir(started.recipe)
     with started:
         started.start(model_dir)
@@ -108,8 +109,25 @@ def _start(started: Launch, options: Options, made: plan.Plan) -> int:
             if options.as_json:
                 _print(json.dumps({"run": started.run, "jobs": jobs, "bucket": started.site.bucket.url}))
             return 0
+        glances: list[Glance] = []
+
+        def look(glance: Glance) -> None:
+            glances[:] = [glance]
+            view.show(glance)
+
         with live.view() as view:
-            summary = started.follow(view.show)
+            summary = started.follow(look)
+        prices = costs.usd_per_minute(hub.patiently(started.site.hub().list_jobs_hardware))
+        first_step_at = glances[-1].progress.get("first_step_at")
+        summary |= {
+            "wall_s": round(time.time() - began_at, 2),
+            "first_step_s": round(first_step_at - began_at, 2) if first_step_at else None,
+            "cost_usd": costs.of_jobs(glances[-1].jobs.values(), prices),
+        }
+    file = Path("runs", started.run, "summary.json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(summary, indent=2) + "\n")
+    _say(f"summary: {file}")
     if options.as_json:
         _print(json.dumps(summary))
     return 0

@@ -20,8 +20,10 @@ from huggingface_hub import JobInfo
 from jobs import hub, labels, lease
 from jobs.bucket import Bucket
 from jobs.crew import TERMINAL, Crew
+from jobs.deadlines import Watch
 from jobs.errors import AsyncgrpoError, BucketError, ConfigError, NotFound, RunFailed
 from jobs.progress import progress_key
+from jobs.recipe import JobSettings
 from jobs.roster import Roster
 from jobs.spec import RunSpec
 
@@ -199,8 +201,9 @@ class Leader:
 class StandIn:
     """A thread of one of the run's own Jobs, which leads when nobody else does."""
 
-    def __init__(self, bucket: Bucket, run: str, leader: Leader, look_s: float = LOOK_S) -> None:
+    def __init__(self, bucket: Bucket, run: str, leader: Leader, settings: JobSettings, look_s: float = LOOK_S) -> None:
         self._bucket, self._run, self.leader, self._look_s = bucket, run, leader, look_s
+        self._watch = Watch(settings)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="stand-in leader", daemon=True)
 
@@ -225,7 +228,8 @@ class StandIn:
             initiator=roster.initiator,
         )
         leadership = Leadership(bucket, spec.run, who, patience_s)
-        return cls(bucket, spec.run, Leader(bucket, spec.run, crew, spec.recipe.replica.count, leadership))
+        leader = Leader(bucket, spec.run, crew, spec.recipe.replica.count, leadership)
+        return cls(bucket, spec.run, leader, spec.recipe.jobs)
 
     def start(self) -> None:
         """Begins to look."""
@@ -253,6 +257,17 @@ class StandIn:
         trainer = trainer_of(jobs)
         if trainer is not None and trainer.status.stage in TERMINAL:
             self._trainer_ended(trainer, progress)
+            return
+        crew = self.leader.crew
+        posts = {job_id: jobs[job_id] for job_id in crew.job_ids() if job_id in jobs}
+        for overdue in self._watch.look(posts, progress, time.monotonic()):
+            if overdue.fatal:
+                self._over(overdue.words)
+                return
+            log.warning("%s: another Job takes its place", overdue.words)
+            crew.end(overdue.job_id)
+            if overdue.role == "trainer":
+                crew.start("trainer")
 
     def _trainer_ended(self, trainer: JobInfo, progress: Mapping[str, Any]) -> None:
         place = labels.read(trainer.labels)
@@ -261,9 +276,12 @@ class StandIn:
             log.warning("the trainer was ended (%s): starting a new attempt", trainer.status.message)
             self.leader.crew.start("trainer")
         else:
-            log.info("the run is over (%s): ending its Jobs", over or "stopped")
-            lease.end(self._bucket, self._run)
-            self.leader.crew.cancel()
+            self._over(over or "stopped")
+
+    def _over(self, why: str) -> None:
+        log.warning("the run is over (%s): ending its Jobs", why)
+        lease.end(self._bucket, self._run)
+        self.leader.crew.cancel()
 
     def _work(self) -> None:
         while not self._stop.wait(self._look_s):

@@ -20,6 +20,7 @@ from typing import IO, Any
 from jobs import bundle, lease, model_fetch, processes
 from jobs.bucket import Bucket
 from jobs.errors import ConfigError, RunFailed
+from jobs.leader import StandIn
 from jobs.spec import VLLM_SERVER, RunSpec
 
 log = logging.getLogger(__name__)
@@ -181,9 +182,14 @@ def run(environ: Mapping[str, str]) -> int:
     def watch(stop: threading.Event, expired: Callable[[str], None]) -> None:
         lease.watch(bucket, spec.run, spec.recipe.jobs.lease_s, stop, expired)
 
+    stand_in = StandIn.from_env(bucket, spec, f"replica {index}", environ)
+    if stand_in is not None:
+        stand_in.start()
     try:
         return replica.run(watch)
     finally:
+        if stand_in is not None:
+            stand_in.close(over=False)
         shutil.rmtree(adapters, ignore_errors=True)
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+import asyncgrpo
 from emulator.serve import Emulator
 from jobs import bundle, lease
 from jobs import crew as crew_module
@@ -166,3 +168,24 @@ def test_secrets_stay_secret(site: Site) -> None:
     for secret in (key, site.token, site.bucket.secret_key):
         assert secret not in shown
         assert secret.encode() not in Bucket(site.bucket).get("runs/secrets/crew.json")
+
+
+def test_the_command_follows_a_run_to_its_summary(
+    site: Site, emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flavors = [f"jobs.{role}_flavor=cpu-basic" for role in ("trainer", "replica")]
+    sets = [word for each in [*flavors, "trainer.max_steps=3"] for word in ("--set", each)]
+    args = ["launch", "digit", "--run", "commanded", *sets, "--json"]
+    result = CliRunner().invoke(asyncgrpo.main, [*args, "--follow"], env=emulator.environment())
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert (
+        (summary["run"], summary["steps"]) == ("commanded", 3) and summary["cost_usd"] > 0 and summary["first_step_s"]
+    )
+    assert json.loads((tmp_path / "runs/commanded/summary.json").read_text()) == summary
+    again = CliRunner().invoke(asyncgrpo.main, args, env=emulator.environment())
+    assert again.exit_code == 2 and "choose another with --run" in again.output
+    left = CliRunner().invoke(asyncgrpo.main, ["launch", "digit", "--run", "left", *sets], env=emulator.environment())
+    assert left.exit_code == 0 and "next: asyncgrpo status left" in left.stderr
+    until(lambda: alive(site, "left") == [])

@@ -12,6 +12,7 @@ from jobs.bucket import Bucket, BucketSettings
 from jobs.crew import Crew
 from jobs.leader import Leader, Leadership, StandIn, ask_for, changes, drained, why_over
 from jobs.progress import progress_key
+from jobs.recipe import JobSettings
 from tests.conftest import MotoBucket
 from tests.test_crew import make_crew, until
 
@@ -138,7 +139,7 @@ def test_a_job_of_the_run_leads_when_the_launcher_has_gone(emulator: Emulator, m
     assert launcher.tend(first.jobs(), {})
     launcher.leadership.release()
     crew = make_crew(emulator, SLEEP)
-    stand_in = StandIn(bucket, "run", lead(emulator, crew, "replica 0"))
+    stand_in = StandIn(bucket, "run", lead(emulator, crew, "replica 0"), JobSettings())
     bucket.put(progress_key("run"), json.dumps({"state": "training"}).encode())
     until(lambda: all(job.status.stage == "RUNNING" for job in first.jobs().values()))
     for dead in (trainer, first.job_id("replica", 1)):
@@ -163,11 +164,29 @@ def test_a_trainer_that_leads_cancels_the_replicas_when_it_is_over(emulator: Emu
     bucket, crew = Bucket(emulator.bucket), make_crew(emulator, SLEEP)
     crew.start("replica", 0)
     trainer = crew.start("trainer")
-    stand_in = StandIn(bucket, "run", lead(emulator, crew, "trainer"), look_s=0.05)
+    stand_in = StandIn(bucket, "run", lead(emulator, crew, "trainer"), JobSettings(), look_s=0.05)
     stand_in.start()
     until(lambda: stand_in.leader.leadership.held)
     stand_in.close(over=True)
     stages = {job.id: job.status.stage for job in crew.jobs().values()}
     assert stages.pop(trainer) != "CANCELED" and set(stages.values()) == {"CANCELED"}
     assert json.loads(bucket.get(leader_module.leader_key("run")))["who"] is None
+    crew.cancel()
+
+
+def test_a_leading_job_replaces_a_trainer_that_tells_nothing(emulator: Emulator) -> None:
+    bucket, crew = Bucket(emulator.bucket), make_crew(emulator, SLEEP)
+    for index in (0, 1):
+        crew.start("replica", index)
+    silent = crew.start("trainer")
+    until(lambda: crew.jobs()[silent].status.stage == "RUNNING")
+    bucket.put(progress_key("run"), json.dumps({"state": "training", "updated_at": 1}).encode())
+    stand_in = StandIn(bucket, "run", lead(emulator, make_crew(emulator, SLEEP), "replica 0"), JobSettings(lease_s=0))
+
+    def replaced() -> bool:
+        stand_in.look()
+        return stand_in.leader.crew.job_id("trainer") != silent
+
+    until(replaced)
+    assert crew.jobs()[silent].status.stage == "CANCELED"
     crew.cancel()
