@@ -159,6 +159,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as
 @click.option("--run", "run_name", help="The run's name; made up from recipe and time if left out.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the training and the engines.")
 @click.option("--dry-run", is_flag=True, help="Show the plan with its prices and every derived value; start nothing.")
+@click.option("--no-jobs", is_flag=True, help="Only claim the run; print the environment for roles on other machines.")
 @click.option("--follow", is_flag=True, help="Stay until the end and lead the run; Ctrl-C then cancels it.")
 @NAMESPACE
 @BUCKET

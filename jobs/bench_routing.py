@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import pairwise
 
-from jobs.prefix import BLOCK_TOKENS, token_prefix
+from jobs.prefix import BLOCK_TOKENS, Prefix
 from jobs.routing import Decision, Router
 
 GROUP = 8
@@ -143,7 +143,7 @@ class Reference(Policy):
         self.homes: dict[int, int] = {}
 
     def _pick(self, version: str, rollout: Rollout, now: float) -> int:
-        chain = token_prefix(version, rollout.prompt).chain
+        chain = Prefix(version, rollout.prompt).chain
         own = chain[1]
         for parent, child in pairwise(chain):
             self.children.setdefault(parent, set()).add(child)
@@ -165,8 +165,8 @@ class Ours(Policy):
         self.decisions: dict[int, Decision] = {}
 
     def _pick(self, version: str, rollout: Rollout, now: float) -> int:
-        prefix = token_prefix(version, rollout.prompt)
-        decision = self.router.choose(prefix, self.names, MAX_COMPLETION_TOKENS, now)
+        prefix = Prefix(version, rollout.prompt)
+        decision = self.router.choose(version, prefix, self.names, MAX_COMPLETION_TOKENS, now)
         self.decisions[id(rollout)] = decision
         self.spilled += decision.spilled
         return int(decision.engine)

@@ -8,17 +8,15 @@ else is forwarded to one ready engine as it is.
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
-
-import aiohttp
 
 from jobs.asgi import ClientGone, Receive, Scope, Send, TooLarge, error_body, gone, read_body, respond, respond_error
 from jobs.batches import MergedEvents, merge_answers
+from jobs.connections import BrokenOff, Response
 from jobs.demand import Demand
 from jobs.dispatch import Dispatcher, Job, Limits, Taken
 from jobs.parking import Unserved
-from jobs.prefix import no_prefix
 from jobs.routing import Router
 from jobs.streams import Events, aborted, event, failed
 from jobs.upstream import Pool, UnknownModel, VersionFailed, request_headers, response_headers
@@ -36,7 +34,7 @@ T = TypeVar("T")
 class Opened:
     """A stream whose first events are there; nothing of it has gone to the client."""
 
-    response: aiohttp.ClientResponse
+    response: Response
     events: Events
     first: bytes
 
@@ -48,15 +46,15 @@ class Completions:
         self, pool: Pool, headers: Mapping[str, str], limits: Limits | None = None, router: Router | None = None
     ) -> None:
         self._pool = pool
-        self._headers = headers
+        self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         self._limits = limits or Limits()
         self._dispatcher = Dispatcher(pool, self._limits, router)
         self._counters = self._dispatcher.counters
         self._warned = False
 
-    async def close(self) -> None:
-        """Closes the sockets to engines."""
-        await self._dispatcher.close()
+    def close(self) -> None:
+        """Closes the idle sockets to engines."""
+        self._dispatcher.close()
 
     def snapshot(self) -> dict[str, Any]:
         """Counts since the start: `completions` and `routing` as in the status, and `engines` by name.
@@ -108,7 +106,7 @@ class Completions:
         await receive()
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        await self.close()
+        self.close()
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -171,8 +169,9 @@ class Completions:
         for index in range(prompts):
             job = self._job(scope, demand.single(index), name, True)
             # One engine may get several of them at a time, and each needs an id of its own there.
-            headers = [(key, f"{value}-{index}" if key == "x-request-id" else value) for key, value in job.headers]
-            jobs.append(Job(name, job.public, job.path, job.body, headers, job.prefix, job.max_tokens, True))
+            own = b"-%d" % index
+            headers = [(key, value + own if key == b"x-request-id" else value) for key, value in job.headers]
+            jobs.append(replace(job, headers=headers))
         return jobs
 
     def _job(self, scope: Scope, demand: Demand, name: str, judged: bool) -> Job:
@@ -191,8 +190,9 @@ class Completions:
             _path(scope),
             demand.spliced(edits) if edits else demand.body,
             request_headers(scope["headers"], self._headers, identity=True),
-            demand.prefix(name) if judged else no_prefix(name),
+            demand.prefix(name) if judged else None,
             max_tokens,
+            demand.choices,
             judged,
         )
 
@@ -309,7 +309,7 @@ class Completions:
                         raise self._blamed(engine, "finish_reason abort")
                     await pass_on(renamed(pieces, job.name, job.public))
                     pieces = await events.next()
-        except aiohttp.ClientError as error:
+        except BrokenOff as error:
             raise self._blamed(engine, f"the stream broke: {error}") from error
         if job.judged and not events.done:
             raise self._blamed(engine, "the stream ended before [DONE]")
@@ -324,7 +324,7 @@ class Completions:
         headers = request_headers(scope["headers"], self._headers)
         for engine in sorted(self._pool.ready(), key=self._dispatcher.router.in_flight):
             try:
-                response = await self._dispatcher.open(engine, scope["method"], _path(scope), headers, body or None)
+                response = await self._dispatcher.open(engine, scope["method"], _path(scope), headers, body)
             except Elsewhere as elsewhere:
                 self._pool.failed(engine, elsewhere.reason)
                 if elsewhere.delivered:  # who knows what it did
@@ -332,12 +332,12 @@ class Completions:
                     return
                 continue
             try:
-                start = {"status": response.status, "headers": response_headers(response.raw_headers)}
+                start = {"status": response.status, "headers": response_headers(response.headers)}
                 await send({"type": "http.response.start", **start})
-                async for chunk in response.content.iter_any():
+                while chunk := await response.read_some():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
-            except aiohttp.ClientError as error:
+            except BrokenOff as error:
                 self._pool.failed(engine, f"its answer broke off: {error}")
             finally:
                 response.close()
@@ -392,7 +392,7 @@ async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.wait(tasks)
 
 
-async def _take_answer(response: aiohttp.ClientResponse, job: Job) -> Answer:
+async def _take_answer(response: Response, job: Job) -> Answer:
     """Reads and judges a whole answer.
 
     Raises:
@@ -400,32 +400,32 @@ async def _take_answer(response: aiohttp.ClientResponse, job: Job) -> Answer:
     """
     try:
         body = await response.read()
-    except aiohttp.ClientError as error:
+    except BrokenOff as error:
         raise Elsewhere(f"its answer broke off: {error}", Blame.ENGINE) from error
     finally:
-        response.release()
-    headers, body = plain(response_headers(response.raw_headers), body)
+        response.close()
+    headers, body = plain(response_headers(response.headers), body)
     judge_status(response.status, body)
     if response.status >= 400:
         return Answer(response.status, headers, body)
-    tokens = judge_completion(body) if job.judged else 0
-    return Answer(response.status, headers, renamed(body, job.name, job.public), tokens)
+    tokens = judge_completion(body, job.choices) if job.judged else 0
+    return Answer(response.status, headers, renamed(body, job.name, job.public, 1), tokens)
 
 
-async def _take_stream(response: aiohttp.ClientResponse, job: Job) -> Answer | Opened:
+async def _take_stream(response: Response, job: Job) -> Answer | Opened:
     """Waits for the first events of a stream. An engine that does not stream answers as a whole.
 
     Raises:
         Elsewhere: it broke off, gave up or failed before anything could be passed on.
     """
-    if response.status != 200 or not response.headers.get("content-type", "").startswith("text/event-stream"):
+    if response.status != 200 or not response.header(b"content-type").startswith(b"text/event-stream"):
         return await _take_answer(response, job)
     try:
-        events = Events(response.content)
+        events = Events(response)
         first = await events.next()
         if not first or aborted(first) or failed(first):
             raise Elsewhere(f"no stream: {first[:300].decode(errors='replace')!r}", Blame.ENGINE)
-    except aiohttp.ClientError as error:
+    except BrokenOff as error:
         response.close()
         raise Elsewhere(f"the stream broke: {error}", Blame.ENGINE) from error
     except BaseException:
@@ -435,7 +435,7 @@ async def _take_stream(response: aiohttp.ClientResponse, job: Job) -> Answer | O
 
 
 def _stream_start(opened: Opened) -> dict[str, Any]:
-    headers = response_headers(opened.response.raw_headers, drop=frozenset({b"content-length"}))
+    headers = response_headers(opened.response.headers, frozenset({b"content-length"}))
     return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
@@ -450,8 +450,8 @@ async def _break_off(elsewhere: Elsewhere, send: Send) -> None:
     raise Broken from elsewhere
 
 
-def _path(scope: Scope) -> str:
+def _path(scope: Scope) -> bytes:
     """Path and query as the client wrote them."""
-    path: str = scope["raw_path"].decode("latin-1")
-    query: str = scope["query_string"].decode("latin-1")
-    return f"{path}?{query}" if query else path
+    path: bytes = scope["raw_path"]
+    query: bytes = scope["query_string"]
+    return b"%b?%b" % (path, query) if query else path

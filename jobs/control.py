@@ -142,7 +142,9 @@ class Control:
         except LoadFailed as error:
             return _error(500, f"Loading lora {name} failed: {error}", "InternalServerError")
         except TimeoutError:
-            words = f"Loading lora {name} took longer than {SYNC_DEADLINE_S:g} s: the loads before it are not done."
+            words = f"Loading lora {name} took longer than {SYNC_DEADLINE_S:g} s: {self._obstacle()}."
+            with self._pool.telling() as fleet:
+                fleet.abandoned(self._wire(name), words, self._pool.now())
             return _error(504, words, "InternalServerError")
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -214,6 +216,13 @@ class Control:
             raise
         with self._pool.telling() as fleet:
             fleet.published(wire, self._pool.now())
+
+    def _obstacle(self) -> str:
+        """Why a load may take so long: an engine that is there has its own deadline."""
+        states = ", ".join(f"replica {e.name} is {e.state}: {e.reason}" for e in self._fleet.engines.values())
+        return (
+            "the loads before it are not done" if self._fleet.ready() else f"no replica is ready ({states or 'none'})"
+        )
 
     def _wire(self, name: str) -> str:
         number = parse_policy(name)

@@ -12,7 +12,7 @@ from jobs import hub as hub_calls
 from jobs import labels
 from jobs.bucket import Bucket
 from jobs.errors import RunFailed
-from jobs.roster import JobPlan, Role, Roster
+from jobs.roster import JobPlan, Role, Roster, replica_key
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Crew:
         """Takes a replica out of the proxy's sight, so that it gets no new completions; it is not started again."""
         post = self._posts["replica", index]
         if not post.leaving:
-            self._bucket.delete([_record_key(self._run, index)])
+            self._bucket.delete([replica_key(self._run, index)])
             self._announced.pop(index, None)
             post.leaving = True
 
@@ -232,7 +232,7 @@ class Crew:
 
     def _announce(self, index: int, job_id: str, urls: list[str]) -> None:
         record = {"index": index, "job_id": job_id, "urls": urls}
-        self._bucket.put(_record_key(self._run, index), json.dumps(record).encode())
+        self._bucket.put(replica_key(self._run, index), json.dumps(record).encode())
         self._announced[index] = urls
 
     def _create(self, role: Role, index: int, generation: int) -> str:
@@ -272,10 +272,6 @@ class Crew:
                 if job.labels and own.items() <= job.labels.items() and job.status.stage not in TERMINAL:
                     return job.id
         return None
-
-
-def _record_key(run: str, index: int) -> str:
-    return f"runs/{run}/replicas/{index}.json"
 
 
 def _age(job: JobInfo) -> tuple[bool, float]:

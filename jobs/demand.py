@@ -4,17 +4,17 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from json import JSONDecodeError
-from typing import Any
+from typing import Any, NamedTuple
 
-from jobs.prefix import Prefix, messages_prefix, no_prefix, text_prefix, token_prefix
+from jobs.prefix import Numbers, Prefix, prefix_of
 
 _decode = json.JSONDecoder().raw_decode
-_blank = re.compile(r"[ \t\n\r]*").match
+_OPEN = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*(\}?)").match
+_NAME = re.compile(r'[ \t\n\r]*"((?:[^"\\\x00-\x1f]|\\.)*)"[ \t\n\r]*:[ \t\n\r]*').match
+_NEXT = re.compile(r"[ \t\n\r]*([,}])").match
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """A top-level member of a JSON object: its value and where that value stands in the text."""
 
     value: Any
@@ -29,42 +29,34 @@ def members(text: str) -> dict[str, Member]:
         ValueError: `text` is not one JSON object.
     """
     found: dict[str, Member] = {}
-    at = _skip(text, 0)
-    if text[at : at + 1] != "{":
-        raise JSONDecodeError("Expecting an object", text, at)
-    at = _skip(text, at + 1)
-    if text[at : at + 1] == "}":
-        at += 1
-    else:
-        while True:
-            key, at = _decode(text, at)
-            at = _skip(text, at)
-            if not isinstance(key, str) or text[at : at + 1] != ":":
-                raise JSONDecodeError("Expecting a name and ':'", text, at)
-            start = _skip(text, at + 1)
-            value, end = _decode(text, start)
-            found[key] = Member(value, start, end)
-            at = _skip(text, end)
-            mark = text[at : at + 1]
-            at = _skip(text, at + 1)
-            if mark == "}":
-                break
-            if mark != ",":
-                raise JSONDecodeError("Expecting ',' or '}'", text, end)
-    if _skip(text, at) != len(text):
-        raise JSONDecodeError("Extra data", text, at)
+    if (mark := _OPEN(text)) is None:
+        raise ValueError("no JSON object")
+    at = mark.end()
+    while mark[1] != "}":
+        if (name := _NAME(text, at)) is None:
+            raise ValueError(f"no member at {at}")
+        start = name.end()
+        value, end = _flat(text, start) or _decode(text, start)
+        found[name[1] if "\\" not in name[1] else json.loads(f'"{name[1]}"')] = Member(value, start, end)
+        if (mark := _NEXT(text, end)) is None:
+            raise ValueError(f"neither a comma nor the object's end at {end}")
+        at = mark.end()
+    if text[at:].strip(" \t\n\r"):
+        raise ValueError(f"more than an object at {at}")
     return found
 
 
-def _skip(text: str, at: int) -> int:
-    if text[at : at + 1] > " ":  # compact JSON has nothing to skip, and the regular expression is the slow part
-        return at
-    match = _blank(text, at)
-    assert match
-    return match.end()
+def _flat(text: str, start: int) -> tuple[Numbers, int] | None:
+    """The value there if it is a list that holds numbers at most: no other list, no object, no text."""
+    if text[start : start + 1] != "[" or (end := text.find("]", start)) < 0:
+        return None
+    inner = text[start + 1 : end]
+    if not inner.strip() or '"' in inner or "[" in inner or "{" in inner:
+        return None
+    return Numbers(text[start : end + 1]), end + 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Demand:
     """What a client asks for; `members` is empty if it sent no JSON object."""
 
@@ -117,28 +109,17 @@ class Demand:
         kind = type(prompt[0])
         return prompt if kind in (str, list) and all(type(each) is kind for each in prompt) else ()
 
-    def prefix(self, name: str) -> Prefix:
-        """What routing knows of it under a wire name: nothing, if the prompt is of no known shape."""
-        prompt = self.value("prompt")
-        if type(prompt) is list and len(prompt) == 1 and type(prompt[0]) in (str, list):
-            prompt = prompt[0]
-        if prompt is None and type(messages := self.value("messages")) is list:
-            return messages_prefix(name, messages, self.value("tools"))
-        if type(prompt) is str:
-            return text_prefix(name, prompt)
-        if type(prompt) is list and prompt and type(prompt[0]) is int:
-            try:
-                return token_prefix(name, prompt)
-            except TypeError:
-                pass
-        return no_prefix(name)
+    def prefix(self, name: str) -> Prefix | None:
+        """What routing knows of it under a wire name; None if the prompt is of no known shape."""
+        return prefix_of(name, self.value("prompt"), self.value("messages"), self.value("tools"))
 
     def prompt_tokens(self) -> int | None:
         """The prompt's length if it was given as one list of token ids."""
         prompt = self.value("prompt")
-        if type(prompt) is list and len(prompt) == 1 and type(prompt[0]) is list:
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
             prompt = prompt[0]
-        return len(prompt) if type(prompt) is list and prompt and type(prompt[0]) is int else None
+            return len(prompt) if prompt and type(prompt[0]) is int else None
+        return len(prompt) if isinstance(prompt, Numbers) else None
 
     def spliced(self, edits: Mapping[str, Any]) -> bytes:
         """The body with some of its top-level values replaced, and every other byte as it came."""

@@ -6,17 +6,14 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-import aiohttp
-from yarl import URL
-
+from jobs.connections import BrokenOff, Connections, Headers, Response, Unreachable
 from jobs.parking import Parking, Unserved
 from jobs.prefix import Prefix
 from jobs.routing import Decision, Router
-from jobs.upstream import Pool, on_new_socket, open_session
+from jobs.upstream import Pool
 from jobs.verdict import Blame, Elsewhere
 
 REST_S = 0.05
@@ -40,7 +37,7 @@ class Limits:
     """Failures of engines that had the completion in hand; refused connections do not count."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Job:
     """One prompt's request as it goes to engines: under `name`, which the client calls `public`.
 
@@ -49,11 +46,12 @@ class Job:
 
     name: str
     public: str
-    path: str
+    path: bytes
     body: bytes
-    headers: list[tuple[str, str]]
-    prefix: Prefix
+    headers: Headers
+    prefix: Prefix | None
     max_tokens: int | None
+    choices: int
     judged: bool
 
 
@@ -98,15 +96,13 @@ class Dispatcher:
         self.counters = Counters()
         self.engines: dict[str, EngineCounters] = defaultdict(EngineCounters)
         self.parking = Parking(pool.wait_for, max_parked=limits.max_parked, park_timeout_s=limits.park_timeout_s)
-        self._sessions: list[aiohttp.ClientSession] = []
+        self._connections = Connections()
         self._guards: dict[str, set[Guard]] = defaultdict(set)
         pool.subscribe(self)
 
-    async def close(self) -> None:
-        """Closes the sockets to engines."""
-        for session in self._sessions:
-            await session.close()
-        self._sessions.clear()
+    def close(self) -> None:
+        """Closes the idle sockets to engines."""
+        self._connections.close()
 
     def engine_left(self, engine: str) -> None:
         """What it had cached is gone."""
@@ -122,7 +118,7 @@ class Dispatcher:
         """Nothing is remembered of it."""
         self.router.forget_version(name)
 
-    async def dispatch(self, job: Job, take: Callable[[aiohttp.ClientResponse], Awaitable[T]]) -> Taken[T]:
+    async def dispatch(self, job: Job, take: Callable[[Response], Awaitable[T]]) -> Taken[T]:
         """Sends the job to one engine after another until `take` accepts a response.
 
         `take` must leave the response read or closed, or keep it as its own. The decision counts as outstanding until
@@ -152,7 +148,7 @@ class Dispatcher:
                     await asyncio.sleep(min(MAX_REST_S, REST_S * 2**failures))
                 since = now if since is None else since
                 continue
-            decision = self.router.choose(job.prefix, candidates, job.max_tokens, time.monotonic())
+            decision = self.router.choose(job.name, job.prefix, candidates, job.max_tokens, time.monotonic())
             self._count(decision)
             try:
                 with self.guard(decision.engine):
@@ -188,35 +184,28 @@ class Dispatcher:
         """A context in which this task works with the engine: left by `Elsewhere` when the engine is given up."""
         return Guard(self._guards[engine])
 
-    async def open(
-        self, engine: str, method: str, path: str, headers: Any, body: bytes | None
-    ) -> aiohttp.ClientResponse:
+    async def open(self, engine: str, method: str, path: bytes, headers: Headers, body: bytes) -> Response:
         """Sends one request to one engine and returns its response, of which only the head has been read.
 
         Raises:
             Elsewhere: the engine could not be reached, or broke off.
         """
-        url = _url(self.pool.url(engine), path)
-        if not self._sessions:
-            self._sessions = [open_session(), open_session(reuse=False)]
-        on_new_socket.set(False)
+        url = self.pool.url(engine)
+        request = (url, method.encode(), path, headers, body)
         try:
-            return await self._sessions[0].request(method, url, data=body, headers=headers, allow_redirects=False)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Elsewhere(_words(error), Blame.ENGINE, delivered=False) from error
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            if on_new_socket.get():
-                raise Elsewhere(_words(error), Blame.ENGINE) from error
-        except aiohttp.ClientError as error:
-            raise Elsewhere(_words(error), Blame.ENGINE) from error
-        # A socket from the pool broke before a byte came back. Most likely the engine had just closed it for idleness.
-        self.counters.upstream_retries += 1
-        try:
-            return await self._sessions[1].request(method, url, data=body, headers=headers, allow_redirects=False)
-        except aiohttp.ClientError as error:
-            raise Elsewhere(_words(error), Blame.ENGINE) from error
+            try:
+                return await self._connections.request(*request)
+            except BrokenOff as error:
+                if not error.stale:
+                    raise
+                self.counters.upstream_retries += 1
+                return await self._connections.request(*request, fresh=True)
+        except Unreachable as error:
+            raise Elsewhere(str(error), Blame.ENGINE, delivered=False) from error
+        except BrokenOff as error:
+            raise Elsewhere(str(error), Blame.ENGINE) from error
 
-    async def _send(self, engine: str, job: Job) -> aiohttp.ClientResponse:
+    async def _send(self, engine: str, job: Job) -> Response:
         return await self.open(engine, "POST", job.path, job.headers, job.body)
 
     def _count(self, decision: Decision) -> None:
@@ -262,12 +251,3 @@ class Guard(AbstractContextManager["Guard"]):
         if self._task is not None and not self.abandoned:
             self.abandoned = True
             self._task.cancel()
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-@lru_cache(maxsize=4096)
-def _url(base: str, path: str) -> URL:
-    return URL(base + path, encoded=True)

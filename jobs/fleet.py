@@ -11,16 +11,14 @@ I/O. What must hold, whatever the order of events:
 * A version that failed is unloaded from wherever it may be; the others are untouched.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jobs.engine import BASE, Action, Engine, EngineState, Facts, Holding, Load, Prove, Unload
-from jobs.names import parse_wire
+from jobs.standing import blocker, complaints, late, objection, pause_s, place
 from jobs.version import ACTIVE, Ack, Version, VersionRefused, VersionState
+from jobs.work import next_action, ready, serving, wanted
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
-"""Back-off of one action on one engine: doubles from the first to the longest. The bucket mount shows a new object
-after about 2.5 s, so the first tries are close together."""
 DEAD_AFTER_S = 5.0
 """An engine that is away this long is given up, though it may come back with the same boot id: what is in flight
 there is sent elsewhere. Chosen between the longest pause of a healthy server and the shortest restart of one (16 s,
@@ -104,7 +102,7 @@ class Fleet:
                 self._give_up(engine)
             engine.forget()
             engine.boot_id = boot_id
-        engine.facts, engine.rejected = facts, self._objection(facts)
+        engine.facts, engine.rejected = facts, objection(facts, self.model, self.dtype, self.promised)
         if not engine.rejected:
             self.model, self.dtype = self.model or facts.model, self.dtype or facts.dtype
         self._take_stock(engine, inventory, asked_at, now)
@@ -146,31 +144,12 @@ class Fleet:
     # What an engine has to do
 
     def take(self, name: str, now: float) -> Action | None:
-        """The next action for an engine, which counts as begun; None when there is nothing to do now.
-
-        Order: the base canary; then versions that completions wait for and no engine serves; then the newest first,
-        since that is what a sync and most completions wait for, and an engine that is backfilled serves nothing
-        before it has all of them anyway. Unloads come last, unless every adapter slot is taken.
-        """
+        """The next action for an engine (`jobs.work.next_action`), which counts as begun; None if there is none now."""
         engine = self.engines[name]
-        if engine.busy or not engine.answers or engine.boot_id is None or engine.facts is None:
+        if engine.busy or not engine.answers:
             return None
-        boot_id, base = engine.boot_id, engine.holding(BASE)
-        if not base.proved:
-            return self._begin(engine, Prove(name, BASE, boot_id)) if base.not_before <= now else None
-        spare = [w for w, h in engine.holdings.items() if self._unwanted(engine, w) and h.not_before <= now]
-        ours = [w for w, h in engine.holdings.items() if h.held and (w in spare or w in self.versions)]
-        if spare and len(ours) >= engine.facts.max_loras:
-            return self._begin(engine, Unload(name, spare[0], boot_id))
-        for version in sorted(self._active(), key=self._urgency):
-            holding = engine.holding(version.wire)
-            if (
-                self._wanted(engine, version)
-                and not (holding.proved or holding.permanent)
-                and holding.not_before <= now
-            ):
-                return self._begin(engine, (Prove if holding.held else Load)(name, version.wire, boot_id))
-        return self._begin(engine, Unload(name, spare[0], boot_id)) if spare else None
+        action = next_action(engine, self.engines.values(), self.versions, (self.run, self.attempt), now)
+        return self._begin(engine, action) if action else None
 
     def still_wanted(self, action: Action) -> bool:
         """Whether an action under way is worth waiting for."""
@@ -178,7 +157,9 @@ class Fleet:
         if engine.boot_id != action.boot_id or not engine.answers:
             return False
         return (
-            isinstance(action, Unload) or action.wire == BASE or (version is not None and self._wanted(engine, version))
+            isinstance(action, Unload)
+            or action.wire == BASE
+            or (version is not None and wanted(engine, version, self.engines.values()))
         )
 
     def loaded(self, action: Load, seconds: float, now: float) -> None:
@@ -253,12 +234,12 @@ class Fleet:
         """The version is durable and valid: engines load it from now on."""
         version = self.versions[wire]
         if version.state is VersionState.PUBLISHING and not version.published:
-            version.published, version.deadline = True, now + self.load_deadline_s
+            version.published = True
         self._settle(now)
 
     def abandoned(self, wire: str, words: str, now: float) -> None:
         """The publish failed before the version was acknowledged."""
-        if (version := self.versions[wire]).state is VersionState.PUBLISHING:
+        if (version := self.versions.get(wire)) and version.state is VersionState.PUBLISHING:
             self._fail(version, words)
         self._settle(now)
 
@@ -318,11 +299,11 @@ class Fleet:
         version = self.versions.get(wire)
         if wire != BASE and (version is None or version.state not in (VersionState.LIVE, VersionState.RETIRING)):
             return []
-        return [engine.name for engine in self._serving(wire)]
+        return [engine.name for engine in serving(wire, self.engines.values())]
 
     def ready(self) -> list[Engine]:
         """Engines in `ready`."""
-        return [engine for engine in self.engines.values() if engine.state is EngineState.READY]
+        return ready(self.engines.values())
 
     def live(self) -> list[Version]:
         """Live versions, oldest first."""
@@ -334,9 +315,11 @@ class Fleet:
         if version.state is VersionState.FAILED:
             return version.words
         able = [engine for engine in self.engines.values() if engine.answers]
-        unable = [e for e in able if (h := e.holdings.get(wire)) and (h.permanent or self._late(h, now))]
+        unable = [
+            e for e in able if (h := e.holdings.get(wire)) and (h.permanent or late(h, self.load_deadline_s, now))
+        ]
         hope = any(e.away and now - (e.away_since or 0.0) < self.load_deadline_s for e in self.engines.values())
-        return self._complaints(wire, unable) if able and len(unable) == len(able) and not hope else None
+        return complaints(wire, unable) if able and len(unable) == len(able) and not hope else None
 
     @property
     def generation_stall_s(self) -> float:
@@ -361,19 +344,6 @@ class Fleet:
         return events
 
     # Rules about engines
-
-    def _objection(self, facts: Facts) -> str | None:
-        for field, ours, theirs in (("model", self.model, facts.model), ("dtype", self.dtype, facts.dtype)):
-            if ours is not None and ours != theirs:
-                return f"its {field} is {theirs!r} and the run's is {ours!r}: start this replica with the run's {field}"
-        for field in ("max_model_len", "max_loras", "max_lora_rank") if self.promised else ():
-            theirs, ours = getattr(facts, field), getattr(self.promised, field)
-            if theirs < ours:
-                flag = field.replace("_", "-")
-                return (
-                    f"its {field} is {theirs} and the trainer was told {ours}: start this replica with --{flag} {ours}"
-                )
-        return None
 
     def _owed(self, engine: Engine) -> set[str]:
         proved = {wire for wire, holding in engine.holdings.items() if holding.proved}
@@ -418,30 +388,6 @@ class Fleet:
             engine.deaths += 1
             self._events.append(Event("given up", engine.name))
 
-    def _serving(self, wire: str) -> list[Engine]:
-        return [engine for engine in self.ready() if (h := engine.holdings.get(wire)) and h.proved]
-
-    def _wanted(self, engine: Engine, version: Version) -> bool:
-        """Whether the engine should hold this version."""
-        if version.state is VersionState.RETIRING:
-            holding = engine.holdings.get(version.wire)
-            return version.in_flight > 0 and bool((holding and holding.held) or not self._serving(version.wire))
-        return version.published and version.state in ACTIVE
-
-    def _unwanted(self, engine: Engine, wire: str) -> bool:
-        """Whether the engine may hold something of this run that nobody can ask for."""
-        if not engine.holdings[wire].touched:
-            return False
-        if version := self.versions.get(wire):
-            return version.state not in ACTIVE or (version.state is VersionState.RETIRING and version.in_flight == 0)
-        name = parse_wire(wire)
-        # Left by an earlier attempt of this run, whose trainer is no more. Other runs' adapters are theirs.
-        return name is not None and name.run == self.run and name.attempt < self.attempt
-
-    def _urgency(self, version: Version) -> tuple[bool, int]:
-        starving = version.in_flight > 0 and not self._serving(version.wire)
-        return (not starving, -version.order)
-
     def _begin(self, engine: Engine, action: Action) -> Action:
         holding = engine.holding(action.wire)
         if isinstance(action, Load):
@@ -458,38 +404,6 @@ class Fleet:
             return None
         engine.busy = None
         return engine.holding(action.wire)
-
-    def _blocked(self, engine: Engine, now: float) -> str | None:
-        """Why the engine cannot serve a live version that it should."""
-        for version in self.live():
-            holding = engine.holdings.get(version.wire)
-            if holding and holding.permanent:
-                return f"cannot serve {version.wire}: {holding.words}"
-            if holding and self._late(holding, now):
-                return (
-                    f"has not loaded {version.wire} within {self.load_deadline_s:g} s: {holding.words or 'no answer'}"
-                )
-        return None
-
-    def _late(self, holding: Holding, now: float) -> bool:
-        return not holding.proved and holding.since is not None and now - holding.since >= self.load_deadline_s
-
-    def _place(self, engine: Engine, blocked: str | None) -> tuple[EngineState, str | None]:
-        """The state that follows from what is known, and why."""
-        if engine.leaving:
-            return (EngineState.DRAINING if engine.reachable else EngineState.GONE), "left the replica set"
-        if engine.boot_id is None:
-            return EngineState.JOINING, engine.away_reason
-        if not engine.reachable:
-            return EngineState.SUSPECT, engine.away_reason
-        if engine.rejected or blocked:
-            return EngineState.SUSPECT, engine.rejected or blocked
-        base = engine.holding(BASE)
-        if not base.proved:
-            return (EngineState.SUSPECT if engine.was_ready else EngineState.BACKFILLING), base.words
-        if engine.state is EngineState.READY or not engine.owed:
-            return EngineState.READY, None
-        return EngineState.BACKFILLING, f"{len(engine.owed)} live versions to load and prove"
 
     def _enter(self, engine: Engine, state: EngineState, reason: str | None) -> None:
         before, engine.state, engine.reason = engine.state, state, reason
@@ -515,7 +429,8 @@ class Fleet:
         A version recovered from the bucket may have been unloaded just before this proxy's last process was killed,
         with its mark not yet written, so the oldest of those makes room.
         """
-        slots = min((engine.facts.max_loras for engine in self.members() if engine.facts), default=None)
+        offers = [facts.max_loras for facts in (self.promised, *(e.facts for e in self.members())) if facts]
+        slots = min(offers, default=None)
         live = self.live()
         while slots is not None and len(live) >= slots:
             if not live[0].recovered:
@@ -529,7 +444,7 @@ class Fleet:
         """Draws all conclusions from what is known."""
         for version in self._active():
             for engine in self.engines.values():
-                if engine.answers and engine.holding(BASE).proved and self._wanted(engine, version):
+                if engine.answers and engine.holding(BASE).proved and wanted(engine, version, self.engines.values()):
                     holding = engine.holding(version.wire)
                     holding.since = now if holding.since is None else holding.since
             self._settle_version(version, now)
@@ -542,12 +457,12 @@ class Fleet:
     def _settle_engine(self, engine: Engine, now: float) -> None:
         if engine.away_since is not None and now - engine.away_since >= DEAD_AFTER_S:
             self._give_up(engine)
-        blocked = self._blocked(engine, now)
+        blocked = blocker(engine, self.live(), self.load_deadline_s, now)
         if engine.blocked_since is not None:
             engine.stall_s += now - engine.blocked_since
         stalled = blocked is not None and engine.was_ready and engine.answers
         engine.blocked_since = now if stalled else None
-        self._enter(engine, *self._place(engine, blocked))
+        self._enter(engine, *place(engine, blocked))
 
     def _settle_version(self, version: Version, now: float) -> None:
         if version.state is VersionState.PUBLISHING and version.published:
@@ -561,34 +476,24 @@ class Fleet:
             self.fatal = f"no replica can serve {version.wire}: {words}"
 
     def _settle_load(self, version: Version, now: float) -> None:
-        """The load as one transaction: acknowledged as `ack` demands, or failed everywhere."""
-        ready, serving = self.ready(), self._serving(version.wire)
+        """The load as one transaction: acknowledged as `ack` demands, or failed everywhere.
+
+        The deadline is for engines that are ready: while none is, the load waits as completions do.
+        """
+        ready, able = self.ready(), serving(version.wire, self.engines.values())
         refusing = [engine for engine in ready if (h := engine.holdings.get(version.wire)) and h.permanent]
-        enough = {Ack.PUBLISHED: True, Ack.FIRST: bool(serving), Ack.ALL: bool(serving) and len(serving) == len(ready)}
+        enough = {Ack.PUBLISHED: True, Ack.FIRST: bool(able), Ack.ALL: bool(able) and len(able) == len(ready)}
         if enough[self.ack]:
             version.state = VersionState.LIVE
         elif refusing and (self.ack is Ack.ALL or len(refusing) == len(ready)):
-            self._fail(version, self._complaints(version.wire, refusing))
-        elif version.deadline is not None and now >= version.deadline:
-            slow = [engine for engine in ready if engine not in serving]
-            words = self._complaints(version.wire, slow) or "no replica is ready"
+            self._fail(version, complaints(version.wire, refusing))
+        elif not ready or version.deadline is None:
+            version.deadline = now + self.load_deadline_s
+        elif now >= version.deadline:
+            words = complaints(version.wire, [engine for engine in ready if engine not in able])
             self._fail(version, f"not loaded within {self.load_deadline_s:g} s: {words}")
 
     def _fail(self, version: Version, words: str) -> None:
         version.state, version.words = VersionState.FAILED, words
         self._unowe(version.wire)
         self._events.append(Event("failed", version.wire))
-
-    def _complaints(self, wire: str, engines: Iterable[Engine]) -> str:
-        """Each engine's own words, with its name and the number of tries."""
-        parts = []
-        for engine in engines:
-            holding = engine.holding(wire)
-            tries = f" ({holding.attempts} tries)" if holding.attempts > 1 else ""
-            parts.append(f"replica {engine.name}{tries}: {holding.words or 'no answer to the load'}")
-        return "; ".join(parts)
-
-
-def pause_s(failures: int) -> float:
-    """Seconds to wait after so many failures in a row."""
-    return min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, 10), LONGEST_PAUSE_S)

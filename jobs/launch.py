@@ -85,14 +85,13 @@ class Launch:
         assert self._crew is not None
         return self._crew
 
-    def start(self, model_dir: Path | None = None) -> None:
-        """Claims the run's name, brings archive and model into the bucket and starts replicas and trainer side by side.
+    def claim(self, model_dir: Path | None = None) -> tuple[Path | None, str]:
+        """Claims the run's name and brings the model into the bucket; returns this program's archive and its sha256.
 
         `model_dir` holds a model that no Hub has; it travels through the bucket.
 
         Raises:
             ConfigError: the run's name is taken in this bucket.
-            RunFailed: the Hub refused a Job.
         """
         archive = bundle.archive()
         sha256 = hashlib.sha256(archive.read_bytes()).hexdigest() if archive else ""
@@ -111,6 +110,16 @@ class Launch:
                 f"run {self.run!r} is already in the bucket {self.site.bucket.url}: choose another with --run."
             )
         lease.renew(self.bucket, self.run)
+        return archive, sha256
+
+    def start(self, model_dir: Path | None = None) -> None:
+        """Claims the run, brings archive and model into the bucket and starts replicas and trainer side by side.
+
+        Raises:
+            ConfigError: the run's name is taken in this bucket.
+            RunFailed: the Hub refused a Job.
+        """
+        archive, sha256 = self.claim(model_dir)
         self._deliver(archive, sha256)
         plans = self.plans(archive, sha256)
         job_secrets = {

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import secrets
 import sys
 import time
 from collections.abc import Mapping
@@ -41,6 +42,7 @@ class Options:
     bucket: str | None = None
     seed: int = 0
     dry_run: bool = False
+    no_jobs: bool = False
     follow: bool = False
     as_json: bool = False
 
@@ -59,6 +61,8 @@ def launch(options: Options, environ: Mapping[str, str]) -> int:
     run = labels.run_name(wanted)
     if run != wanted:
         _say(f"run {wanted!r} is called {run} in the bucket, in labels and on the wire")
+    if options.no_jobs:
+        return _prepare(options, environ, chosen, run)
     if options.dry_run:
         site, hardware = _dry_site(options, environ), _prices(options, environ)
     else:
@@ -77,6 +81,17 @@ def launch(options: Options, environ: Mapping[str, str]) -> int:
             return INTERRUPTED
 
 
+def _prepare(options: Options, environ: Mapping[str, str], chosen: Recipe, run: str) -> int:
+    """Claims a run for machines of the user's own, and prints the environment that its roles need."""
+    settings = BucketSettings.from_env({**environ, **({"ASYNCGRPO_BUCKET": options.bucket} if options.bucket else {})})
+    site = Site(environ.get("HF_ENDPOINT") or HUB, environ.get("HF_TOKEN") or "", options.namespace or "", settings)
+    Launch(site, chosen, run, "vllm", None, options.seed).claim(_model_dir(chosen))
+    own = {"ASYNCGRPO_RUN": run, "ASYNCGRPO_KEY": secrets.token_hex(32)}
+    for name, value in {**settings.environment(), **settings.secrets(), **own}.items():
+        _print(f"{name}={value}")
+    return 0
+
+
 def make_plan(started: Launch, hardware: list[JobHardwareInfo]) -> plan.Plan:
     """The plan of a launch that has not begun; raises ConfigError for a flavor that the Hub does not have."""
     archive = bundle.archive()
@@ -87,11 +102,11 @@ def make_plan(started: Launch, hardware: list[JobHardwareInfo]) -> plan.Plan:
     deadline = time.time() + started.recipe.jobs.timeout_s
     roles: tuple[Role, ...] = ("trainer", "replica")
     own = {role: jobs[role].labels | labels.of_job(started.run, role, 0, 0, deadline) for role in roles}
-    secrets = [*started.site.bucket.secrets(), "ASYNCGRPO_KEY", "HF_TOKEN"]
+    names = [*started.site.bucket.secrets(), "ASYNCGRPO_KEY", "HF_TOKEN"]
     model = ModelRef("hub", started.recipe.model.id, started.recipe.model.id)
     spec = RunSpec(started.run, started.recipe, model, "vllm", VLLM_SERVER, seed=started.seed)
     engine = replica.engine_command(spec, replica.Place(0, "0.0.0.0", replica.PORT), model.source, 0)
-    return plan.plan(started.run, started.recipe, jobs, own, secrets, engine, hardware)
+    return plan.plan(started.run, started.recipe, jobs, own, names, engine, hardware)
 
 
 def _start(started: Launch, options: Options, made: plan.Plan) -> int:

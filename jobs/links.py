@@ -227,7 +227,10 @@ class Links:
         except proof.ProofError as error:
             raise Refusal(str(error), lasting=False) from error
         if action.wire == BASE:
-            self._bases[action.engine] = (action.boot_id, answer)
+            # The first of a boot counts: on a CPU, vLLM 0.31 gives a base request that shares a batch with an adapter's
+            # the adapter in its last slot (measured, bit for bit). A later one only shows that the engine answers.
+            if self._bases.get(action.engine, ("",))[0] != action.boot_id:
+                self._bases[action.engine] = (action.boot_id, answer)
         elif words := self._judge(action, answer):
             raise Refusal(words, lasting=True)
         with self.pool.telling():

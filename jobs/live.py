@@ -46,6 +46,8 @@ class Shown:
     parked: int | None
     elapsed_s: float
     left_s: float | None
+    reward_errors: int
+    reward_error: str | None
     replicas: list[Row]
 
 
@@ -83,6 +85,8 @@ def shown(glance: Glance) -> Shown:
         parked=(proxy.get("completions") or {}).get("parked"),
         elapsed_s=glance.elapsed_s,
         left_s=left,
+        reward_errors=int(progress.get("reward_errors") or 0),
+        reward_error=progress.get("reward_error"),
         replicas=replicas,
     )
 
@@ -187,6 +191,7 @@ def line(now: Shown) -> str:
     parts += [f"queue {now.queue:.0f}"] if now.queue is not None else []
     parts += [f"sync {now.sync_s:.2f} s"] if now.sync_s is not None else []
     parts += [f"parked {now.parked}"] if now.parked else []
+    parts += [f"reward errors {now.reward_errors} ({now.reward_error})"] if now.reward_errors else []
     parts += [" ".join(f"{row.name}:{row.version}" for row in now.replicas)] if now.replicas else []
     parts += [f"{_clock(now.left_s)} left"] if now.left_s else []
     return "  ".join(parts)

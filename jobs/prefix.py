@@ -7,32 +7,86 @@ characters, which follow the same rule closely enough to route by.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 BLOCK_TOKENS = 16
 """vLLM's default `--block-size`; only whole blocks are ever cached."""
 CHUNK_CHARS = 64
 """Characters of text that stand for a block: about 4 a token in English."""
-_CHARS_PER_TOKEN = CHUNK_CHARS // BLOCK_TOKENS
 
 
-@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A flat JSON list of numbers, left as text until somebody needs the numbers: most prompts are repeats."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __len__(self) -> int:
+        return self.text.count(",") + 1
+
+    def read(self) -> list[Any]:
+        """The numbers.
+
+        Raises:
+            ValueError: it is no JSON.
+        """
+        numbers: list[Any] = json.loads(self.text)
+        return numbers
+
+
 class Prefix:
     """A prompt under one wire name.
 
-    `chain[0]` stands for the name alone and `chain[i]` for the first i whole blocks; `units` are the ids or characters
-    that were hashed, `width` how many of them make a block, and `tokens` the prompt's length (an estimate for text).
+    `identity` is a hash of the whole prompt as it was written, `tokens` its length (an estimate for text).
     """
 
-    name: str
-    chain: tuple[int, ...]
-    units: Sequence[Any]
-    width: int
-    tokens: int
+    __slots__ = ("_chain", "_units", "identity", "name", "tokens", "width")
+
+    def __init__(self, name: str, prompt: Sequence[Any] | Numbers, *, width: int = BLOCK_TOKENS) -> None:
+        self.name = name
+        self.width = width
+        """Units (ids or characters) in a block."""
+        self.tokens = len(prompt) * BLOCK_TOKENS // width
+        self._units = prompt
+        self._chain: tuple[int, ...] | None = None
+        if isinstance(prompt, Numbers):
+            self.identity = hash(prompt.text)
+        else:
+            self.identity = hash(prompt if isinstance(prompt, str) else tuple(prompt))
+
+    @property
+    def units(self) -> Sequence[Any]:
+        """The ids, or the text."""
+        if isinstance(self._units, Numbers):
+            try:
+                self._units = self._units.read()
+            except ValueError:  # the engine will say what it thinks of it
+                self._units = ()
+        return self._units
+
+    @property
+    def chain(self) -> tuple[int, ...]:
+        """Hashes of the first 0, 1, 2, ... whole blocks, the first standing for the name alone."""
+        if self._chain is None:
+            units, width = self.units, self.width
+            link = hash(self.name)
+            chain = [link]
+            if isinstance(units, str):
+                blocks = [units[start : start + width] for start in range(0, len(units) - width + 1, width)]
+            else:
+                iterator = iter(units)
+                # zip drops what is shorter than a block: the tail
+                blocks = list(zip(*[iterator] * width))  # type: ignore[arg-type]  # noqa: B905
+            for block in blocks:
+                link = hash((link, block))
+                chain.append(link)
+            self._chain = tuple(chain)
+        return self._chain
 
     def end(self) -> int:
-        """Hash of the whole prompt."""
+        """Hash of the whole prompt, however it was written."""
         return self.end_at(len(self.chain) - 1, len(self.units) % self.width)
 
     def end_at(self, block: int, tail: int) -> int:
@@ -42,37 +96,20 @@ class Prefix:
         return hash((self.chain[block], part if isinstance(part, str) else tuple(part), "end"))
 
 
-def token_prefix(name: str, ids: Sequence[int]) -> Prefix:
-    """The prefix of a prompt of token ids.
+def prefix_of(name: str, prompt: Any, messages: Any = None, tools: Any = None) -> Prefix | None:
+    """The prefix of a prompt (text, token ids) or of a conversation; None for what has no known shape.
 
-    Raises:
-        TypeError: an element cannot be hashed, so these are no token ids.
+    With more messages appended, a conversation continues the one before, as text does.
     """
-    link = hash(name)
-    chain = [link]
-    iterator = iter(ids)
-    for block in zip(*[iterator] * BLOCK_TOKENS):  # noqa: B905 - the rest shorter than a block is the tail, on purpose
-        link = hash((link, block))
-        chain.append(link)
-    return Prefix(name, tuple(chain), ids, BLOCK_TOKENS, len(ids))
-
-
-def text_prefix(name: str, text: str) -> Prefix:
-    """The prefix of a prompt that is text."""
-    link = hash(name)
-    chain = [link]
-    for start in range(0, len(text) - CHUNK_CHARS + 1, CHUNK_CHARS):
-        link = hash((link, text[start : start + CHUNK_CHARS]))
-        chain.append(link)
-    return Prefix(name, tuple(chain), text, CHUNK_CHARS, len(text) // _CHARS_PER_TOKEN + 1)
-
-
-def messages_prefix(name: str, messages: Sequence[Any], tools: Any = None) -> Prefix:
-    """The prefix of a conversation: with more messages appended, its text continues this one's."""
-    text = json.dumps([tools, *messages], ensure_ascii=False, separators=(",", ":"))
-    return text_prefix(name, text.removesuffix("]"))
-
-
-def no_prefix(name: str) -> Prefix:
-    """A prompt of no known shape: routed by load alone, and remembered nowhere."""
-    return Prefix(name, (), (), BLOCK_TOKENS, 0)
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if prompt is None and isinstance(messages, list):
+        text = json.dumps([tools, *messages], ensure_ascii=False, separators=(",", ":"))
+        return Prefix(name, text.removesuffix("]"), width=CHUNK_CHARS)
+    if isinstance(prompt, str):
+        return Prefix(name, prompt, width=CHUNK_CHARS)
+    if isinstance(prompt, Numbers):
+        return Prefix(name, prompt)
+    if isinstance(prompt, list) and prompt and all(type(each) is int for each in prompt):
+        return Prefix(name, prompt)
+    return None

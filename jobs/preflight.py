@@ -3,11 +3,13 @@
 import ast
 import difflib
 import importlib.util
+import os
 from pathlib import Path
 
 from jobs.errors import ConfigError
 from jobs.manifest import RANKS, check_config
 from jobs.recipe import Recipe
+from jobs.replica import gpus
 from jobs.trl_patches import check_version
 
 INSTALL = "Install the environment with ./build.sh, or pip install -r requirements/cpu.txt (gpu.txt on GPUs)."
@@ -85,7 +87,7 @@ def check_environment() -> None:
     for package in ("torch", "vllm", "trl", "peft"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the package {package} is missing in this environment. {INSTALL}")
-    check_version()
+    check_version(on_cpu=not gpus(os.environ))
 
 
 def check_trainer_fields(recipe: Recipe) -> None:

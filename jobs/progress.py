@@ -40,9 +40,15 @@ class Progress:
     history: list[tuple[int, float]] = field(default_factory=list)
     proxy: dict[str, Any] = field(default_factory=dict)
     proxy_restarts: int = 0
+    reward_errors: int = 0
+    """Samples whose reward raised; they count as None. `reward_error` is the last one's words."""
+    reward_error: str | None = None
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Takes one line of `metrics.jsonl`: `{"step", "time", <TRL's metrics>}`. Lines without a step are events."""
+        """Takes one line of `metrics.jsonl`: the metrics of a step, or an event (see jobs.journal)."""
+        if row.get("event") == "reward_error":
+            self.reward_errors += int(row["count"])
+            self.reward_error = f"{row['function']}: {row['error']}"
         if not isinstance(row.get("step"), int) or "event" in row:
             return
         self.step = row["step"]

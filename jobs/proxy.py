@@ -246,7 +246,7 @@ class Assembly:
 
     async def close(self) -> None:
         """Closes the sockets and writes what is to be written."""
-        await self.completions.close()
+        self.completions.close()
         await self.publisher.close()
 
     def _in_flight(self, engine: str) -> int:

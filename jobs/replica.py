@@ -3,6 +3,8 @@
 The Job lives as long as all of its engines do, and as long as somebody leads the run.
 """
 
+import contextlib
+import json
 import logging
 import os
 import shutil
@@ -12,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +23,7 @@ from jobs import bundle, lease, model_fetch, processes
 from jobs.bucket import Bucket
 from jobs.errors import ConfigError, RunFailed
 from jobs.leader import StandIn
+from jobs.roster import replica_key
 from jobs.spec import VLLM_SERVER, RunSpec
 
 log = logging.getLogger(__name__)
@@ -186,11 +189,28 @@ def run(environ: Mapping[str, str]) -> int:
     if stand_in is not None:
         stand_in.start()
     try:
-        return replica.run(watch)
+        with announced(bucket, spec.run, index, environ):
+            return replica.run(watch)
     finally:
         if stand_in is not None:
             stand_in.close(over=False)
         shutil.rmtree(adapters, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def announced(bucket: Bucket, run: str, index: int, environ: Mapping[str, str]) -> Iterator[None]:
+    """Tells the proxy where this replica is, while it runs, if `ASYNCGRPO_URLS` says so: one URL per engine, by commas.
+
+    On Hugging Face Jobs whoever leads does that; a machine of the user's own has nobody else.
+    """
+    key, urls = replica_key(run, index), [url for url in environ.get("ASYNCGRPO_URLS", "").split(",") if url]
+    if urls:
+        bucket.put(key, json.dumps({"index": index, "job_id": "", "urls": urls}).encode())
+    try:
+        yield
+    finally:
+        if urls:
+            bucket.delete([key])
 
 
 @dataclass

@@ -90,6 +90,11 @@ def roster_key(run: str) -> str:
     return f"runs/{run}/crew.json"
 
 
+def replica_key(run: str, index: int) -> str:
+    """Key of a replica's record: where the proxy finds it."""
+    return f"runs/{run}/replicas/{index}.json"
+
+
 def looks_as_planned(job: JobInfo, plan: JobPlan, namespace: str, initiator: str | None) -> bool:
     """Whether namespace, initiator, image, command and flavor of the Job are as planned."""
     image = job.docker_image or f"hf.co/spaces/{job.space_id}"

@@ -55,8 +55,8 @@ class Decision:
 class _Node:
     """A block, or a whole prompt: the engines that hold it, as bits.
 
-    For a block: `tails` has bit k if a known prompt ended k units after it. For a prompt: how often it was `asked`, and
-    by how many different prompts it was `continued`.
+    For a block: `tails` has bit k if a known prompt ended k units after it. For a prompt (found by its identity and by
+    its end): how often it was `asked`, and by how many different prompts it was `continued`.
     """
 
     holders: int = 0
@@ -127,28 +127,36 @@ class Router:
         return known.in_flight if known else 0
 
     def choose(
-        self, prefix: Prefix, candidates: Sequence[str], max_tokens: int | None = None, now: float = 0.0
+        self,
+        name: str,
+        prefix: Prefix | None,
+        candidates: Sequence[str],
+        max_tokens: int | None = None,
+        now: float = 0.0,
     ) -> Decision:
-        """Picks one of `candidates` (not empty) for a completion of at most `max_tokens`; `now` in seconds.
+        """Picks one of `candidates` (not empty) for a completion of at most `max_tokens` under `name`; `now` in s.
 
-        From here on the engine counts as holding the prompt, and the completion as outstanding there.
+        From here on the engine counts as holding the prompt, and the completion as outstanding there. A prompt without
+        a prefix goes by load alone.
         """
-        space = self._space(prefix.name)
-        known, holders = self._lookup(space, prefix)
+        space = self._space(name)
+        known, holders = self._lookup(space, prefix) if prefix else (None, 0)
         expected = self._expected_tokens if max_tokens is None else min(self._expected_tokens, max_tokens)
-        chosen, spilled = self._weigh(candidates, holders, prefix.tokens + expected)
+        prompt_tokens = prefix.tokens if prefix else 0
+        chosen, spilled = self._weigh(candidates, holders, prompt_tokens + expected)
         engine = self._engines[chosen]
         affinity = bool(holders & engine.bit)
-        if known is not None and affinity:
-            cached_tokens = min(prefix.tokens, (len(prefix.chain) - 1) * BLOCK_TOKENS)
+        if prefix is None:
+            cached_tokens = 0
+        elif known is not None and affinity:
+            cached_tokens = prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
             known.asked += 1
-            space[prefix.end()] = space.pop(prefix.end())
         else:
-            cached_tokens = min(prefix.tokens, self._remember(space, prefix, engine.bit) * BLOCK_TOKENS)
+            cached_tokens = self._remember(space, prefix, engine.bit)
         if not affinity:
             self._new_prompts += 1
             engine.newest = self._new_prompts
-        cost_tokens = prefix.tokens - cached_tokens + int(expected)
+        cost_tokens = prompt_tokens - cached_tokens + int(expected)
         engine.outstanding_tokens += cost_tokens
         engine.in_flight += 1
         return Decision(chosen, affinity, spilled, cached_tokens, cost_tokens, now)
@@ -192,9 +200,12 @@ class Router:
 
     def _lookup(self, space: dict[int, _Node], prefix: Prefix) -> tuple[_Node | None, int]:
         """The prompt itself if it is known, and the engines that hold it or the longest known prompt it continues."""
-        if not prefix.chain:
-            return None, 0
-        if (node := space.get(prefix.end())) is not None:
+        if (node := space.pop(prefix.identity, None)) is not None:
+            space[prefix.identity] = node
+            return node, node.holders
+        if (node := space.get(prefix.end())) is not None:  # the same ids, written in another way
+            space[prefix.identity] = node
+            self._blocks += 1
             return node, node.holders
         for block in range(len(prefix.chain) - 1, -1, -1):
             if (node := space.get(prefix.chain[block])) is None or not node.tails:
@@ -226,12 +237,10 @@ class Router:
         return (least, True) if home_load - least_load > allowed else (home, False)
 
     def _remember(self, space: dict[int, _Node], prefix: Prefix, bit: int) -> int:
-        """Notes that the engine holds the prompt from now on; returns how many of its first blocks it held already.
+        """Notes that the engine holds the prompt from now on; returns how many of its first tokens it held already.
 
         The prompt's first blocks become the most recently used, so that a chain is forgotten from its end.
         """
-        if not prefix.chain:
-            return 0
         before = len(space)
         held = 0
         counting = True
@@ -244,6 +253,8 @@ class Router:
         node.asked += 1
         node.holders |= bit
         space[end] = node
+        space.pop(prefix.identity, None)
+        space[prefix.identity] = node
         for link in reversed(prefix.chain):
             node = space.pop(link, None) or _Node()
             node.holders |= bit
@@ -252,7 +263,7 @@ class Router:
         node.tails |= 1 << len(prefix.units) % prefix.width
         self._blocks += len(space) - before
         self._evict()
-        return held
+        return min(held * BLOCK_TOKENS, prefix.tokens)
 
     def _evict(self) -> None:
         while self._blocks > self._capacity_blocks:

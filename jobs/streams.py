@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 
-import aiohttp
+from jobs.connections import Response
 
 DONE = b"data: [DONE]"
 """Ends every complete stream of vLLM's and OpenAI's; one that ends without it was cut off."""
@@ -17,8 +17,8 @@ _COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 class Events:
     """Cuts an upstream body into pieces of one or more whole events, as they arrive."""
 
-    def __init__(self, content: aiohttp.StreamReader) -> None:
-        self._content = content
+    def __init__(self, response: Response) -> None:
+        self._response = response
         self._rest = b""
         self._events = 0
         self._usage_tokens = 0
@@ -33,9 +33,9 @@ class Events:
         """The next whole events, at least one; empty at the end.
 
         Raises:
-            aiohttp.ClientError: the transfer broke.
+            BrokenOff: the transfer broke.
         """
-        while chunk := await self._content.readany():
+        while chunk := await self._response.read_some():
             text = self._rest + chunk
             end = max((match.end() for match in _BOUNDARY.finditer(text)), default=0)
             self._rest = text[end:]

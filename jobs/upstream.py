@@ -3,26 +3,22 @@
 The fleet implements `Pool`; the completions consume it. Both live in one process, on one asyncio loop.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import aiohttp
 
+from jobs.connections import CONNECT_TIMEOUT_S, POOL_KEEP_ALIVE_S, Headers
 from jobs.errors import AsyncgrpoError
 from jobs.http import KEY_HEADER
 
-POOL_KEEP_ALIVE_S = 4.0
-"""How long an idle upstream socket is kept: below the 5 s after which vLLM closes it (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)."""
 LISTENER_KEEP_ALIVE_S = 75
 """How long the proxy's listener keeps an idle client: well above the 15 s of aiohttp's client pool, which TRL uses."""
-CONNECT_TIMEOUT_S = 5.0
-"""A replica's gateway answers a SYN within a round trip (about 0.1 s); after this long it is taken for dead."""
-
 LISTENER_OPTIONS: dict[str, Any] = {
     "timeout_keep_alive": LISTENER_KEEP_ALIVE_S,
     "server_header": False,  # the engine's own Server and Date pass through; a second pair would be a lie
     "date_header": False,
+    "proxy_headers": False,  # nobody before the proxy is to be believed about who the client is
     "access_log": False,
     "log_level": "warning",
 }
@@ -126,65 +122,45 @@ HOP_BY_HOP = frozenset(
 """RFC 9110 7.6.1 and RFC 2616 13.5.1: what concerns one connection only. Never forwarded, in neither direction."""
 _NOT_UPSTREAM = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"authorization", KEY_HEADER.encode()}
 """Written anew for the upstream, or the client's own business."""
+_NOT_UPSTREAM_IDENTITY = _NOT_UPSTREAM | {b"accept-encoding"}
 
-RawHeaders = Iterable[tuple[bytes, bytes]]
 
-
-def request_headers(headers: RawHeaders, ours: Mapping[str, str], *, identity: bool = False) -> list[tuple[str, str]]:
+def request_headers(headers: Headers, ours: Headers, *, identity: bool = False) -> Headers:
     """Headers for an upstream request from a client's, names in lower case as ASGI gives them.
 
     Duplicates survive; hop-by-hop headers, those that Connection names, and the client's Host, Authorization and key do
     not; `ours` (the replica's key and the gateway's bearer token) come last. `identity` asks for an answer that can be
     read without decompression.
     """
-    drop = _NOT_UPSTREAM | {b"accept-encoding"} if identity else _NOT_UPSTREAM
-    headers = list(headers)
-    drop |= _named_by_connection(headers)
-    kept = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers if name not in drop]
+    drop = _drop(headers, _NOT_UPSTREAM_IDENTITY if identity else _NOT_UPSTREAM)
+    kept = [header for header in headers if header[0] not in drop]
     if identity:
-        kept.append(("accept-encoding", "identity"))
-    kept.extend(ours.items())
-    return kept
+        kept.append((b"accept-encoding", b"identity"))
+    return kept + ours
 
 
-def response_headers(headers: RawHeaders, *, drop: frozenset[bytes] = frozenset()) -> list[tuple[bytes, bytes]]:
-    """Headers for the client from an upstream's: order and duplicates as they came, less hop-by-hop ones and `drop`."""
-    kept = [(name.lower(), value) for name, value in headers]
-    drop = drop | HOP_BY_HOP | _named_by_connection(kept)
-    return [(name, value) for name, value in kept if name not in drop]
+def response_headers(headers: Headers, drop: frozenset[bytes] = frozenset()) -> Headers:
+    """Headers for the client from an upstream's, names in lower case: as they came, less hop-by-hop ones and `drop`."""
+    drop = _drop(headers, HOP_BY_HOP | drop if drop else HOP_BY_HOP)
+    return [header for header in headers if header[0] not in drop]
 
 
-def _named_by_connection(headers: RawHeaders) -> frozenset[bytes]:
-    named: set[bytes] = set()
+def _drop(headers: Headers, drop: frozenset[bytes]) -> frozenset[bytes]:
+    """`drop`, and whatever Connection names."""
     for name, value in headers:
         if name == b"connection":
-            named.update(token.strip().lower() for token in value.split(b","))
-    return frozenset(named)
-
-
-class _Connector(aiohttp.TCPConnector):
-    """Tells, per task, whether a request went out on a new socket or on one that had idled in the pool."""
-
-    async def _create_connection(self, *args: Any, **kwargs: Any) -> Any:
-        protocol = await super()._create_connection(*args, **kwargs)
-        on_new_socket.set(True)
-        return protocol
-
-
-on_new_socket: ContextVar[bool] = ContextVar("on_new_socket", default=False)
-"""Set to False before a request; True afterwards if a socket was opened for it. A reset on a reused socket says nothing
-about the engine: it may have closed it for idleness at that moment."""
+            drop = drop | {token.strip().lower() for token in value.split(b",")}
+    return drop
 
 
 def open_session(*, reuse: bool = True) -> aiohttp.ClientSession:
-    """A client session for engines: no connection limit, no cookies kept, answers as they are on the wire.
+    """A client session for what is no completion: no connection limit, no cookies, answers as they are on the wire.
 
-    With `reuse=False` every request gets a socket of its own. There is no time-out but for connecting: how long a
-    completion takes is the client's business, and a hung engine is the fleet's.
+    With `reuse=False` every request gets a socket of its own. There is no time-out but for connecting.
     """
     options: dict[str, Any] = {"keepalive_timeout": POOL_KEEP_ALIVE_S} if reuse else {"force_close": True}
     return aiohttp.ClientSession(
-        connector=_Connector(limit=0, ttl_dns_cache=30, **options),
+        connector=aiohttp.TCPConnector(limit=0, **options),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),

@@ -2,7 +2,8 @@
 
 Answers are long (a token id, a logprob, a text and an offset for each token), and all that counts is whether two lists
 are equally long. So they are scanned, not parsed: in JSON `"name":` with bare quotes can only be a member's name, since
-quotes within a string are escaped, and the lists hold nothing but numbers. What is not written compactly is parsed.
+quotes within a string are escaped, and the lists hold nothing but numbers. That is for the one shape that counts,
+vLLM's answer with one choice and token ids; all others are parsed.
 """
 
 import json
@@ -13,6 +14,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+_IDS = b'"token_ids":['
+_LOGPROBS = b'"token_logprobs":['
+_FINISH = b'"finish_reason":'
+_ABORT = b'"finish_reason":"abort"'
 RETRYABLE_4XX = frozenset({408, 425, 429})
 """RFC 9110, 8470, 6585: the server could not take the request at this time; nothing is wrong with it."""
 REFUSED = frozenset({401, 403, 407})
@@ -40,7 +45,7 @@ class Elsewhere(Exception):
         super().__init__(reason)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """What a client gets: a complete completion or an engine's own verdict, with the tokens that were generated."""
 
@@ -67,45 +72,37 @@ def judge_status(status: int, body: bytes) -> None:
         raise Elsewhere(words, Blame.ENGINE)
 
 
-def judge_completion(body: bytes) -> int:
-    """Returns how many tokens a 200's body brings.
+def judge_completion(body: bytes, choices: int = 1) -> int:
+    """Returns how many tokens a 200's body brings; `choices` is the number of completions asked for.
 
     Raises:
         Elsewhere: it is cut off (`finish_reason: abort`, as an engine that is told to stop answers), has unequal
             numbers of tokens and logprobs, or is no completion at all.
     """
-    ids = _lengths(body, b'"token_ids":[')
-    logprobs = _lengths(body, b'"token_logprobs":[')
-    if len(ids) != len(logprobs) or not ids or b'"finish_reason":"' not in body or not _braced(body):
-        return _judge_parsed(body)
-    if b'"finish_reason":"abort"' in body:
-        raise Elsewhere("finish_reason abort", Blame.ENGINE)
-    if ids != logprobs:
-        raise Elsewhere(f"{ids} token_ids but {logprobs} token_logprobs", Blame.NOTHING)
-    return sum(ids)
+    if choices == 1:
+        logprobs, ids = body.find(_LOGPROBS), body.rfind(_IDS)
+        finish = body.rfind(_FINISH, 0, ids)
+        if 0 < logprobs < finish < ids and body[:1] == b"{" and body[-1:] == b"}":
+            if body.startswith(_ABORT, finish):
+                raise Elsewhere("finish_reason abort", Blame.ENGINE)
+            tokens, probs = _length(body, ids + len(_IDS)), _length(body, logprobs + len(_LOGPROBS))
+            if tokens != probs:
+                raise Elsewhere(f"{tokens} token_ids but {probs} token_logprobs", Blame.NOTHING)
+            return tokens
+    return _judge_parsed(body)
 
 
-def _braced(body: bytes) -> bool:
-    return body[:1] == b"{" and body[-1:] == b"}"
-
-
-def _lengths(body: bytes, opening: bytes) -> list[int]:
-    """Lengths of the flat lists of numbers that follow each `opening`."""
-    lengths = []
-    start = body.find(opening)
-    while start >= 0:
-        start += len(opening)
-        end = body.find(b"]", start)
-        lengths.append(body.count(b",", start, end) + 1 if end > start else 0)
-        start = body.find(opening, start)
-    return lengths
+def _length(body: bytes, start: int) -> int:
+    """Number of elements in the flat list of numbers that starts there."""
+    end = body.find(b"]", start)
+    return body.count(b",", start, end) + 1 if end > start else 0
 
 
 def _judge_parsed(body: bytes) -> int:
     try:
         answer = json.loads(body)
         choices = answer["choices"]
-        lengths = [(_length(choice.get("token_ids")), _logprobs(choice.get("logprobs"))) for choice in choices]
+        lengths = [(_size(choice.get("token_ids")), _logprobs(choice.get("logprobs"))) for choice in choices]
         aborted = any(choice.get("finish_reason") == "abort" for choice in choices)
         usage = answer.get("usage") or {}
         generated = int(usage.get("completion_tokens") or 0)
@@ -119,7 +116,7 @@ def _judge_parsed(body: bytes) -> int:
     return sum(ids or 0 for ids, _ in lengths) or generated
 
 
-def _length(value: Any) -> int | None:
+def _size(value: Any) -> int | None:
     return len(value) if isinstance(value, list) else None
 
 
@@ -127,17 +124,20 @@ def _logprobs(value: Any) -> int | None:
     """Number of logprobs, in the words of /v1/completions or of /v1/chat/completions."""
     if not isinstance(value, Mapping):
         return None
-    return _length(value.get("token_logprobs", value.get("content")))
+    return _size(value.get("token_logprobs", value.get("content")))
 
 
-def renamed(body: bytes, name: str, public: str) -> bytes:
-    """An answer, or some events of one, with the model called as the client called it; all else as it came."""
+def renamed(body: bytes, name: str, public: str, count: int = -1) -> bytes:
+    """An answer, or some events of one, with the model called as the client called it; all else as it came.
+
+    `count` limits how often it is looked for, which saves the search through the rest of a long answer.
+    """
     if name == public:
         return body
     old, new = json.dumps(name).encode(), json.dumps(public).encode()
     compact = b'"model":' + old
     if compact in body:
-        return body.replace(compact, b'"model":' + new)
+        return body.replace(compact, b'"model":' + new, count)
     return re.sub(rb'("model"\s*:\s*)' + re.escape(old), lambda match: match[1] + new, body)
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jobs.engine import BASE, Action, EngineState, Facts, Load, Prove, Unload
-from jobs.fleet import DEAD_AFTER_S, LONGEST_PAUSE_S, Event, Fleet, pause_s
+from jobs.fleet import DEAD_AFTER_S, Event, Fleet
+from jobs.standing import LONGEST_PAUSE_S, pause_s
 from jobs.version import Ack, VersionRefused, VersionState
 
 FACTS = Facts("tiny", "torch.float32", 256, 3, 8)
@@ -333,6 +334,16 @@ def test_a_load_that_fails_is_rolled_back_wherever_it_may_be(ack: Ack) -> None:
     assert fleet.candidates(V1) == ["0", "1"]
     assert fleet.candidates(V2) == []
     assert fleet.fatal is None
+
+
+def test_a_load_waits_while_no_engine_is_ready() -> None:
+    fleet = Fleet("run", 2, Ack.FIRST, load_deadline_s=60)
+    publish(fleet, V1, 0)
+    fleet.added("0", "http://0", 500)
+    answer(fleet, "0", 1000)
+    assert fleet.versions[V1].state is VersionState.PUBLISHING
+    work(fleet, "0", 1000)
+    assert fleet.versions[V1].state is VersionState.LIVE
 
 
 def test_a_failed_version_can_be_published_again_with_the_same_bytes_only() -> None:

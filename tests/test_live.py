@@ -35,6 +35,11 @@ def test_what_is_shown() -> None:
     )
 
 
+def test_rewards_that_raise_are_shown_with_their_words() -> None:
+    now = shown(glance(6, 42.0, reward_errors=3, reward_error="m:f: KeyError: 'x'"))
+    assert "reward errors 3 (m:f: KeyError: 'x')" in line(now)
+
+
 def test_before_there_is_anything() -> None:
     now = shown(Glance({}, {}, 1.0))
     assert (now.stage, now.step, now.reward, now.left_s, now.replicas) == ("starting", 0, None, None, [])

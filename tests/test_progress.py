@@ -7,6 +7,8 @@ def test_lines_of_metrics_become_progress() -> None:
     progress = Progress("run", 1, 10, started_at=100.0)
     progress.add({"event": "saved", "path": "x", "step": 9})
     progress.add({"train_runtime": 3.0})
+    progress.add({"event": "reward_error", "function": "m:f", "count": 2, "error": "KeyError: 'x'"})
+    assert (progress.reward_errors, progress.reward_error) == (2, "m:f: KeyError: 'x'")
     assert progress.state == "starting" and progress.step == 0
     progress.add({"step": 1, "time": 130.0, "reward": 0.1, "ratio": 1.0, "note": "text"})
     progress.add({"step": 2, "time": 131.0, "reward": float("nan"), "perf/weight_sync_s": 0.2})
