@@ -10,7 +10,7 @@ from jobs.prefix import Numbers, Prefix, prefix_of
 
 _decode = json.JSONDecoder().raw_decode
 _OPEN = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*(\}?)").match
-_NAME = re.compile(r'[ \t\n\r]*"((?:[^"\\\x00-\x1f]|\\.)*)"[ \t\n\r]*:[ \t\n\r]*').match
+_NAME = re.compile(r'[ \t\n\r]*"([^"\\\x00-\x1f]*(?:\\.[^"\\\x00-\x1f]*)*)"[ \t\n\r]*:[ \t\n\r]*').match
 _NEXT = re.compile(r"[ \t\n\r]*([,}])").match
 
 
@@ -36,7 +36,7 @@ def members(text: str) -> dict[str, Member]:
         if (name := _NAME(text, at)) is None:
             raise ValueError(f"no member at {at}")
         start = name.end()
-        value, end = _flat(text, start) or _decode(text, start)
+        value, end = (text.startswith("[", start) and _flat(text, start)) or _decode(text, start)
         found[name[1] if "\\" not in name[1] else json.loads(f'"{name[1]}"')] = Member(value, start, end)
         if (mark := _NEXT(text, end)) is None:
             raise ValueError(f"neither a comma nor the object's end at {end}")
@@ -47,11 +47,10 @@ def members(text: str) -> dict[str, Member]:
 
 
 def _flat(text: str, start: int) -> tuple[Numbers, int] | None:
-    """The value there if it is a list that holds numbers at most: no other list, no object, no text."""
-    if text[start : start + 1] != "[" or (end := text.find("]", start)) < 0:
-        return None
+    """The list that starts there if it holds numbers at most: no other list, no object, no text."""
+    end = text.find("]", start)
     inner = text[start + 1 : end]
-    if not inner.strip() or '"' in inner or "[" in inner or "{" in inner:
+    if end < 0 or not inner.strip() or '"' in inner or "[" in inner or "{" in inner:
         return None
     return Numbers(text[start : end + 1]), end + 1
 
