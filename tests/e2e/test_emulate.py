@@ -1,0 +1,162 @@
+"""The whole loop through the command line: the real one once, the simulated engine where only plumbing counts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.summary import FIELDS
+from tests.conftest import started
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHIVE = ROOT / "dist" / "asyncgrpo.pyz"
+PROGRAM = [sys.executable, str(ARCHIVE if ARCHIVE.exists() else ROOT / "asyncgrpo.py")]
+QUICK = ["--engine", "sim", "--set", "replica.count=2"]
+
+pytestmark = pytest.mark.e2e
+
+
+def emulate(folder: Path, *arguments: str, timeout_s: float = 240) -> tuple[int, dict[str, Any] | None, str]:
+    """Exit status, the summary on stdout if there is any, and stderr."""
+    done = subprocess.run(
+        [*PROGRAM, "emulate", *arguments], cwd=folder, capture_output=True, text=True, timeout=timeout_s
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
+
+
+@pytest.fixture(scope="module")
+def digit(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, str]:
+    """One real run: TRL, PEFT, two vLLM servers, the bucket, Jobs."""
+    folder = tmp_path_factory.mktemp("digit")
+    status, summary, words = emulate(folder, "digit", "--run", "real", "--json")
+    assert status == 0 and summary is not None, words
+    return summary, folder / "runs" / "real", words
+
+
+def test_the_reward_climbs(digit: tuple[dict[str, Any], Path, str]) -> None:
+    summary, _, _ = digit
+    assert (summary["engine"], summary["replicas"], summary["steps"]) == ("vllm", 2, 120)
+    assert summary["reward_first"] <= 0.1 and summary["reward_last"] >= 0.8
+    assert 0.8 <= summary["ratio_min"] <= 1 <= summary["ratio_max"] <= 1.2
+
+
+def test_nothing_is_lost_and_nothing_is_left(digit: tuple[dict[str, Any], Path, str]) -> None:
+    summary, _, _ = digit
+    assert summary["rollouts"] > 120 * 32 and summary["rollouts_lost"] == 0
+    assert (summary["orphans"], summary["replica_deaths"], summary["trainer_resumes"]) == (0, 0, 0)
+    assert summary["generation_stall_s"] == 0
+    assert summary["adapters_published"] == 121
+    assert set(summary["replica_tokens"]) == {"0", "1"}
+
+
+def test_what_a_run_leaves(digit: tuple[dict[str, Any], Path, str]) -> None:
+    summary, folder, words = digit
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert set(FIELDS) <= set(summary)
+    assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list((folder / "logs").glob("*.log"))) == 3
+    assert str(Path("runs", "real", "summary.json")) in words and "step 120/120" in words
+
+
+def test_a_killed_replica_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
+    fault = ["--faults", "kill replica[1] at step 3"]
+    status, summary, words = emulate(tmp_path, "digit", *QUICK, "--steps", "60", *fault, "--json")
+    assert status == 0 and summary is not None, words
+    assert (summary["steps"], summary["rollouts_lost"], summary["orphans"]) == (60, 0, 0)
+    assert summary["replica_deaths"] >= 1 and summary["replica_rejoins"] >= 1
+
+
+def test_a_killed_trainer_goes_on_in_a_new_attempt(tmp_path: Path) -> None:
+    fault = ["--faults", "kill trainer at step 6", "--set", "trainer.save_steps=4"]
+    status, summary, words = emulate(tmp_path, "digit", *QUICK, "--steps", "10", *fault, "--json")
+    assert status == 0 and summary is not None, words
+    assert (summary["steps"], summary["attempt"], summary["trainer_resumes"], summary["orphans"]) == (10, 2, 1, 0)
+
+
+def test_interrupting_leaves_nothing(tmp_path: Path) -> None:
+    command = [*PROGRAM, "emulate", "digit", *QUICK, "--run", "cut"]
+    running = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("runs/cut/logs/*.log")):
+        assert time.monotonic() < deadline and running.poll() is None
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    _, words = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "interrupted" in words
+    assert started() == {}
+
+
+def test_killing_the_emulator_leaves_nothing(tmp_path: Path) -> None:
+    command = [*PROGRAM, "emulate", "digit", *QUICK, "--run", "dead"]
+    running = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("runs/dead/logs/*.log"))) < 3:
+        assert time.monotonic() < deadline and running.poll() is None
+        time.sleep(0.05)
+    running.kill()
+    running.wait()
+    while started():
+        assert time.monotonic() < deadline, started()
+        time.sleep(0.05)
+
+
+WRONG = {
+    ("nope",): "recipe 'nope' is unknown",
+    ("bad.toml",): "bad.toml is not TOML",
+    ("digit", "--set", "trainer.learnig_rate=1"): "did you mean learning_rate",
+    ("digit", "--set", "replica.cuont=1"): "did you mean count",
+    ("digit", "--replicas", "0"): "at least 1 is needed",
+    ("digit", "--steps", "0"): "at least 1 is needed",
+    ("digit", "--set", "lora.r=9"): "greater than max_lora_rank 8",
+    ("digit", "--set", "replica.vllm.max_loras=5"): "max_loras = 5",
+    ("digit", "--set", "reward.functions=['no.module:f']"): "no.module",
+    ("digit", "--run", "A b"): "1 to 63 characters",
+    ("digit", "--faults", "explode"): "is unknown; nearest",
+    ("digit", "--bucket", "ftp://x"): "--bucket ftp://x",
+    ("digit", "--config", "missing.toml"): "missing.toml",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_bad_input_gets_one_message_and_starts_nothing(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "bad.toml").write_text("[model\n")
+    status, summary, words = emulate(tmp_path, *arguments, timeout_s=30)
+    assert (status, summary) == (2, None)
+    assert WRONG[arguments] in words and "Traceback" not in words
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_serve_prints_the_environment_for_clients(tmp_path: Path) -> None:
+    running = subprocess.Popen([*PROGRAM, "emulate", "--serve"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    lines = dict(running.stdout.readline().strip().split("=", 1) for _ in range(7))
+    try:
+        from huggingface_hub import HfApi
+
+        assert {"HF_ENDPOINT", "HF_TOKEN", "AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "ASYNCGRPO_BUCKET"} <= set(lines)
+        assert HfApi(endpoint=lines["HF_ENDPOINT"], token=lines["HF_TOKEN"]).whoami()["name"] == "local"
+    finally:
+        running.send_signal(signal.SIGINT)
+        assert running.wait(20) == 0
+        running.stdout.close()
+
+
+def test_help_of_every_command_has_an_example() -> None:
+    def helps(*command: str) -> str:
+        done = subprocess.run([*PROGRAM, *command, "--help"], capture_output=True, text=True, env=dict(os.environ))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    listed = helps().split("Commands:")[1].split()
+    for command in ("emulate", "role", "recipes"):
+        assert command in listed
+        assert "Example" in helps(command)
+    for role in ("trainer", "replica", "proxy"):
+        assert "Example" in helps("role", role)
