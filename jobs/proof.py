@@ -4,10 +4,12 @@ engines'.
 The digest says that an engine was given the right bytes. The canary says that it uses them: a fixed prompt, greedy,
 with the log-probabilities of the likeliest tokens, once per boot on the base model and once for every version.
 
-What it can and cannot tell. Measured on Qwen2 nets of 64 and 512 units (random B, `Manifest.strength` from 1e-5 to
-3): an adapter moves the largest log-probability of the canary by 0.3 to 0.9 times its strength; in bfloat16 rounding
-alone moves it by 0.06 to 0.15 as soon as the strength is above 1e-4, in float32 by less than 1e-6 (vLLM against
-transformers: 4.8e-7). So
+What it can and cannot tell. Measured on Qwen2 nets of 64 and 512 units (transformers) and on the tiny one under vLLM
+0.31 on a CPU, with random B and `Manifest.strength` from 1e-5 to 3: an adapter moves the largest log-probability of
+the canary by 0.2 to 0.9 times its strength; in bfloat16 rounding alone moves it by 0.01 to 0.15 as soon as the
+strength is above 1e-4, in float32 by less than 1e-6 (vLLM against transformers: 4.8e-7). Among other adapters'
+requests vLLM's answer was the same bit for bit; a base request among them was not: on a CPU it gets the adapter of
+the last slot. So the base is asked once per boot, before anything else, and
 
 * an engine that serves the base model instead is found at once in float32, and in bfloat16 as long as its answer is
   bit for bit the base's, or another engine's differs clearly; under load, with one engine, it may be found only

@@ -1,6 +1,7 @@
 """What TRL sees, with several simulated engines on real sockets. The cases A.. are public bug reports."""
 
 import asyncio
+import dataclasses
 import json
 import shutil
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jobs import links
+from jobs import control, links
 from jobs.bucket import Bucket
 from jobs.engine import Facts
 from tests.conftest import MotoBucket
@@ -277,7 +278,7 @@ def test_health_is_503_until_it_is_known_what_is_served_and_200_ever_after(
         async with run_of(tmp_path, moto_bucket.environ, sims=1) as run:
             await run.sims[0].kill()
             settings = run.settings()
-            proxy = await run.proxy(run.settings().__class__(**{**vars(settings), "replicas": {}}))
+            proxy = await run.proxy(dataclasses.replace(settings, replicas={}))
             status, body = await proxy.call("GET", "/health")
             assert (status, body["status"]) == (503, "starting")
             await proxy.call("POST", "/asyncgrpo/replicas", {"replicas": settings.replicas})
@@ -332,6 +333,48 @@ async def _is(found: Any, expected: Any) -> bool:
 
 async def _parked(proxy: Any, count: int) -> bool:
     return bool((await proxy.status())["completions"]["parked"] == count)
+
+
+def test_a_sync_before_the_first_engine_is_served_when_it_comes(tmp_path: Path, moto_bucket: MotoBucket) -> None:
+    async def main() -> None:
+        async with run_of(tmp_path, moto_bucket.environ, sims=1) as run:
+            await run.sims[0].kill()
+            promise = Facts("tiny", "torch.float32", 256, 6, 8)
+            settings = dataclasses.replace(run.settings(), replicas={}, promise=promise)
+            proxy = await run.proxy(settings)
+            assert (await proxy.call("GET", "/health"))[0] == 200
+            info = (await proxy.get("/server_info?config_format=json"))["vllm_config"]
+            assert info["lora_config"] == {"max_loras": 6, "max_lora_rank": 8}
+            assert (await proxy.load(1, run.adapter(1)))[0] == 200
+            waiting = [asyncio.create_task(proxy.complete(1, prompt)) for prompt in range(5)]
+            await until(lambda: _parked(proxy, 5))
+            await run.sims[0].start()
+            await proxy.call("POST", "/asyncgrpo/replicas", {"replicas": {"0": run.sims[0].url}})
+            assert {status for status, _ in await asyncio.gather(*waiting)} == {200}
+
+    asyncio.run(main())
+
+
+def test_a_load_that_no_engine_ever_takes_is_answered_before_trl_gives_up(
+    tmp_path: Path, moto_bucket: MotoBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert control.SYNC_DEADLINE_S < 1800
+    monkeypatch.setattr(control, "SYNC_DEADLINE_S", 0.5)
+
+    async def main() -> None:
+        async with run_of(tmp_path, moto_bucket.environ, sims=1) as run:
+            proxy = await run.proxy(ack="first")
+            await run.sims[0].kill()
+            await until(lambda: _is(proxy.states(), {"0": "suspect"}))
+            status, words = await proxy.load(1, run.adapter(1))
+            assert status == 504
+            start = (
+                "Loading lora trl-policy-v1 took longer than 0.5 s: no replica is ready (replica 0 is suspect: Client"
+            )
+            assert words.startswith(start)
+            assert await proxy.versions() == {1: "failed"}
+
+    asyncio.run(main())
 
 
 def test_the_server_is_the_smallest_of_its_engines(tmp_path: Path, moto_bucket: MotoBucket) -> None:
