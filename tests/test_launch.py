@@ -16,7 +16,9 @@ from jobs.bucket import Bucket
 from jobs.errors import AsyncgrpoError, ConfigError, RunFailed
 from jobs.launch import Launch
 from jobs.recipe import Recipe
+from jobs.replica import announced
 from jobs.site import Site
+from jobs.spec import RunSpec
 from tests.test_crew import until
 
 ROLES = Path(__file__).with_name("roles.py")
@@ -189,3 +191,23 @@ def test_the_command_follows_a_run_to_its_summary(
     left = CliRunner().invoke(asyncgrpo.main, ["launch", "digit", "--run", "left", *sets], env=emulator.environment())
     assert left.exit_code == 0 and "next: asyncgrpo status left" in left.stderr
     until(lambda: alive(site, "left") == [])
+
+
+def test_a_run_for_machines_of_ones_own_is_claimed_without_jobs(site: Site, emulator: Emulator) -> None:
+    """Its roles need no Hub, and a replica there tells the proxy itself where it is."""
+    without_hub = {**emulator.environment(), "HF_TOKEN": None, "HF_ENDPOINT": None}
+    args = ["launch", "digit", "--run", "own-hosts", "--no-jobs"]
+    result = CliRunner().invoke(asyncgrpo.main, args, env=without_hub)
+    assert result.exit_code == 0, result.output
+    environ = dict(line.split("=", 1) for line in result.stdout.splitlines())
+    assert len(environ["ASYNCGRPO_KEY"]) == 64 and environ["ASYNCGRPO_RUN"] == "own-hosts"
+    assert stages(site, "own-hosts") == {}
+    bucket = Bucket.from_env(environ)
+    spec = RunSpec.read(bucket, "own-hosts")
+    assert spec.model.kind == "bucket" and bucket.list(f"{spec.model.source}/")
+    record = "runs/own-hosts/replicas/1.json"
+    with announced(bucket, "own-hosts", 1, {**environ, "ASYNCGRPO_URLS": "http://a:8000,http://a:8001"}):
+        assert json.loads(bucket.get(record))["urls"] == ["http://a:8000", "http://a:8001"]
+    assert bucket.list("runs/own-hosts/replicas/") == []
+    with announced(bucket, "own-hosts", 1, environ):
+        assert bucket.list("runs/own-hosts/replicas/") == [], "on the Hub, whoever leads does it"
