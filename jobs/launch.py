@@ -8,8 +8,10 @@ import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from huggingface_hub import JobInfo, Volume
 
@@ -28,6 +30,9 @@ from jobs.summary import FIELDS, summary_key
 
 log = logging.getLogger(__name__)
 
+ARCHIVE = "asyncgrpo.pyz"
+HUB_BUCKETS = "s3.hf.co"
+"""The S3 gateway of the Hub's own buckets, which are the only ones that its Jobs can mount."""
 ARCHIVE_DIR = "/asyncgrpo"
 """Where each Job sees the archive, through a read-only volume of the bucket."""
 PIP = ("python3", "-m", "pip", "install", "--quiet", "--break-system-packages")
@@ -255,16 +260,22 @@ class Launch:
 
     def _deliver(self, archive: Path | None, sha256: str) -> None:
         """Puts the archive into the bucket, once for all runs that use it."""
-        if archive is not None and not self.bucket.list(key := f"archives/{sha256}/asyncgrpo.pyz"):
+        if archive is not None and not self.bucket.list(key := f"archives/{sha256}/{ARCHIVE}"):
             self.bucket.put_file(key, archive)
 
     def _delivery(self, archive: Path | None, sha256: str) -> tuple[list[str], list[Volume]]:
-        """The command that starts this program in a Job, and the volume that brings it there."""
+        """The command that starts this program in a Job, and the volume that brings it there.
+
+        A bucket that the Hub cannot mount, for it is not one of its own, is read by a few lines of Python instead.
+        """
         if archive is None:
             if not self.site.local:
                 raise ConfigError("Jobs need asyncgrpo.pyz: make it with ./build.sh build and launch from it.")
             return bundle.command(), []
         prefix = f"archives/{sha256}"
+        if not self.site.local and urlsplit(self.site.bucket.endpoint).hostname != HUB_BUCKETS:
+            source = resources.files("jobs").joinpath("fetch_archive.py").read_text()
+            return ["python3", "-c", source, f"{prefix}/{ARCHIVE}", sha256], []
         bucket_name, _, below = self.site.bucket.url.removeprefix("s3://").partition("/")
         volume = Volume(
             type="bucket",
@@ -273,7 +284,7 @@ class Launch:
             path=f"{below}/{prefix}".strip("/"),
             read_only=True,
         )
-        return ["python3", f"{ARCHIVE_DIR}/asyncgrpo.pyz"], [volume]
+        return ["python3", f"{ARCHIVE_DIR}/{ARCHIVE}"], [volume]
 
     def _plan(self, role: Role, command: list[str], volumes: list[Volume], ports: list[int]) -> JobPlan:
         settings = self.recipe.jobs
