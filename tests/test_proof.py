@@ -86,21 +86,24 @@ def test_positions_behind_different_choices_are_not_compared() -> None:
         # v1: lora_B is zero.
         (0.0, [], 0.0, "torch.float32", None),
         (0.0, [0.0], 0.0, "torch.bfloat16", None),
-        (1e-6, [], 0.0, "torch.float32", None),
-        (0.1, [], 0.0, "torch.bfloat16", None),
+        (1e-3, [], 0.0, "torch.float32", None),
+        (0.2, [], 0.0, "torch.bfloat16", None),
         (0.2, [], 0.0, "torch.float32", "the adapter is zero and the canary 0.2 from the base model's"),
         # The base model is served: with one engine, too.
         (0.0, [], 0.3, "torch.float32", "bit for bit"),
         (0.0, [], 0.3, "torch.bfloat16", "bit for bit"),
-        (5e-6, [], 0.3, "torch.float32", "within 1e-05 of the base model's"),
-        (0.1, [], 20.0, "torch.bfloat16", "within 0.15 of the base model's"),
+        (1e-3, [], 0.6, "torch.float32", "within 0.005 of the base model's"),
+        (0.1, [], 40.0, "torch.bfloat16", "within 0.3 of the base model's"),
         # Too weak to show: a first step with a tiny learning rate.
         (0.0, [], 5e-5, "torch.float32", None),
-        (0.0, [], 5e-3, "torch.bfloat16", None),
+        (0.0, [], 2e-2, "torch.bfloat16", None),
         (0.05, [0.05], 0.03, "torch.bfloat16", None),
+        # Two right answers that rounding has moved apart.
+        (1e-4, [4e-3], 1e-3, "torch.float32", None),
+        (0.01, [0.4], 0.3, "torch.bfloat16", None),
         # Too weak for one engine to tell, but another shows it.
-        (0.05, [0.9], 1.0, "torch.bfloat16", "0.85 from the other replicas' and 0.05 from the base model's"),
-        (0.9, [0.05], 1.0, "torch.bfloat16", None),
+        (0.05, [1.2], 1.0, "torch.bfloat16", "1.1 from the other replicas' and 0.05 from the base model's"),
+        (1.2, [0.05], 1.0, "torch.bfloat16", None),
         # An unknown dtype is taken for the coarsest.
         (0.05, [0.05], 0.5, "torch.float8_e4m3fn", None),
     ],
