@@ -174,7 +174,8 @@ def build(
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"{CONFIG_FILE} in {directory} is not a JSON object: {error}") from error
     check_config(config, max_rank)
-    rank, alpha = int(config["r"]), float(config.get("lora_alpha") or rank)
+    rank = int(config["r"])
+    alpha = float(config.get("lora_alpha") or rank)
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return Manifest(
         run=name.run,

@@ -36,6 +36,10 @@ def test_a_changed_manifest_or_file_is_noticed(tmp_path: Path) -> None:
         signed.verify_files(tmp_path)
 
 
+def test_alpha_is_the_rank_where_the_configuration_names_none(tmp_path: Path) -> None:
+    assert build(write_adapter(tmp_path, lora_alpha=None), NAME, "tiny").alpha == 8
+
+
 def test_the_digest_is_of_the_content_alone(tmp_path: Path) -> None:
     one = build(write_adapter(tmp_path / "a"), NAME, "tiny")
     same = build(write_adapter(tmp_path / "b"), WireName("run", 2, 8), "tiny")
