@@ -66,3 +66,10 @@ async def respond_error(send: Send, status: int, message: str, kind: str) -> Non
     if status == 503:
         headers.append((b"retry-after", b"1"))
     await respond(send, status, headers, json.dumps(error_body(status, message, kind)).encode())
+
+
+def target(scope: Scope) -> bytes:
+    """Path and query as the client wrote them."""
+    path: bytes = scope["raw_path"]
+    query: bytes = scope["query_string"]
+    return b"%b?%b" % (path, query) if query else path

@@ -30,7 +30,7 @@ from jobs.bench_wire import MODEL, WIRE, Generator, Load, Upstream, response
 from jobs.bundle import app_dir
 from jobs.completions import Completions
 from jobs.errors import RunFailed
-from jobs.upstream import LISTENER_OPTIONS, PoolListener, UnknownModel
+from jobs.upstream import LISTENER_OPTIONS, PoolListener, UnknownModel, tune_process
 
 IN_FLIGHT = 384
 """What the published reference recipe keeps in flight."""
@@ -99,6 +99,7 @@ class FixedPool:
 
 def serve_ours(port: int, urls: Sequence[str]) -> None:
     """The proxy's data plane over a fixed pool."""
+    tune_process()
     uvicorn.run(Completions(FixedPool(urls), {}), host="127.0.0.1", port=port, **LISTENER_OPTIONS)
 
 

@@ -7,20 +7,34 @@ else is forwarded to one ready engine as it is.
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from jobs.asgi import ClientGone, Receive, Scope, Send, TooLarge, error_body, gone, read_body, respond, respond_error
+from jobs.answers import Opened, take_answer, take_stream
+from jobs.asgi import (
+    ClientGone,
+    Receive,
+    Scope,
+    Send,
+    TooLarge,
+    error_body,
+    gone,
+    read_body,
+    respond,
+    respond_error,
+    target,
+)
 from jobs.batches import MergedEvents, merge_answers
-from jobs.connections import BrokenOff, Response
+from jobs.connections import BrokenOff
 from jobs.demand import Demand
 from jobs.dispatch import Dispatcher, Job, Limits, Taken
+from jobs.forward import forward
 from jobs.parking import Unserved
 from jobs.routing import Router
-from jobs.streams import Events, aborted, event, failed
+from jobs.streams import aborted, event
 from jobs.upstream import Pool, UnknownModel, VersionFailed, request_headers, response_headers
-from jobs.verdict import Answer, Blame, Elsewhere, judge_completion, judge_status, plain, renamed
+from jobs.verdict import Answer, Blame, Elsewhere, renamed
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +42,6 @@ COMPLETIONS = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Paths whose answers are judged: complete, with as many logprobs as tokens."""
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Opened:
-    """A stream whose first events are there; nothing of it has gone to the client."""
-
-    response: Response
-    events: Events
-    first: bytes
 
 
 class Completions:
@@ -129,7 +134,7 @@ class Completions:
                 await respond_error(send, 404, str(error), "NotFoundError")
                 return
         if name is None:
-            await _while_there(receive, self._forward(scope, body, send))
+            await _while_there(receive, forward(self._dispatcher, self._headers, scope, body, send))
             return
         self._counters.asked += 1
         self._pool.begin(name)
@@ -187,7 +192,7 @@ class Completions:
         return Job(
             name,
             model if model is not None else self._pool.public_name(name),
-            _path(scope),
+            target(scope),
             demand.spliced(edits) if edits else demand.body,
             request_headers(scope["headers"], self._headers, identity=True),
             demand.prefix(name) if judged else None,
@@ -207,7 +212,7 @@ class Completions:
             )
 
     async def _answer(self, job: Job) -> Answer:
-        taken = await self._dispatcher.dispatch(job, lambda response: _take_answer(response, job))
+        taken = await self._dispatcher.dispatch(job, lambda response: take_answer(response, job))
         self._settle(taken, taken.value)
         return taken.value
 
@@ -234,7 +239,7 @@ class Completions:
         await respond(send, answers[0].status, answers[0].headers, body)
 
     async def _stream(self, job: Job, send: Send) -> None:
-        taken = await self._dispatcher.dispatch(job, lambda response: _take_stream(response, job))
+        taken = await self._dispatcher.dispatch(job, lambda response: take_stream(response, job))
         opened = taken.value
         if isinstance(opened, Answer):
             self._settle(taken, opened)
@@ -258,7 +263,7 @@ class Completions:
         opened: list[Taken[Opened]] = []
 
         async def start(job: Job) -> Taken[Opened]:
-            taken = await self._dispatcher.dispatch(job, lambda response: _take_stream(response, job))
+            taken = await self._dispatcher.dispatch(job, lambda response: take_stream(response, job))
             if isinstance(taken.value, Answer):
                 self._settle(taken, taken.value)
                 raise Refused(taken.value)
@@ -293,7 +298,7 @@ class Completions:
                 taken.value.response.close()
                 self._dispatcher.cancelled(taken.decision)
 
-    async def _relay(self, taken: Taken[Opened], job: Job, pass_on: Any) -> None:
+    async def _relay(self, taken: Taken[Opened], job: Job, pass_on: Callable[[bytes], Awaitable[None]]) -> None:
         """Passes an opened stream on to its end.
 
         Raises:
@@ -318,31 +323,6 @@ class Completions:
     def _blamed(self, engine: str, reason: str) -> Elsewhere:
         self._pool.failed(engine, reason)
         return Elsewhere(reason, Blame.ENGINE)
-
-    async def _forward(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Passes a request about no model of the fleet's to one ready engine, and its answer back as it comes."""
-        headers = request_headers(scope["headers"], self._headers)
-        for engine in sorted(self._pool.ready(), key=self._dispatcher.router.in_flight):
-            try:
-                response = await self._dispatcher.open(engine, scope["method"], _path(scope), headers, body)
-            except Elsewhere as elsewhere:
-                self._pool.failed(engine, elsewhere.reason)
-                if elsewhere.delivered:  # who knows what it did
-                    await respond_error(send, 502, f"engine {engine}: {elsewhere.reason}", "BadGateway")
-                    return
-                continue
-            try:
-                start = {"status": response.status, "headers": response_headers(response.headers)}
-                await send({"type": "http.response.start", **start})
-                while chunk := await response.read_some():
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                await send({"type": "http.response.body", "body": b""})
-            except BrokenOff as error:
-                self._pool.failed(engine, f"its answer broke off: {error}")
-            finally:
-                response.close()
-            return
-        await respond_error(send, 503, "No engine is ready.", "ServiceUnavailable")
 
 
 class Refused(Exception):
@@ -392,48 +372,6 @@ async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.wait(tasks)
 
 
-async def _take_answer(response: Response, job: Job) -> Answer:
-    """Reads and judges a whole answer.
-
-    Raises:
-        Elsewhere: it is no result.
-    """
-    try:
-        body = await response.read()
-    except BrokenOff as error:
-        raise Elsewhere(f"its answer broke off: {error}", Blame.ENGINE) from error
-    finally:
-        response.close()
-    headers, body = plain(response_headers(response.headers), body)
-    judge_status(response.status, body)
-    if response.status >= 400:
-        return Answer(response.status, headers, body)
-    tokens = judge_completion(body, job.choices) if job.judged else 0
-    return Answer(response.status, headers, renamed(body, job.name, job.public, 1), tokens)
-
-
-async def _take_stream(response: Response, job: Job) -> Answer | Opened:
-    """Waits for the first events of a stream. An engine that does not stream answers as a whole.
-
-    Raises:
-        Elsewhere: it broke off, gave up or failed before anything could be passed on.
-    """
-    if response.status != 200 or not response.header(b"content-type").startswith(b"text/event-stream"):
-        return await _take_answer(response, job)
-    try:
-        events = Events(response)
-        first = await events.next()
-        if not first or aborted(first) or failed(first):
-            raise Elsewhere(f"no stream: {first[:300].decode(errors='replace')!r}", Blame.ENGINE)
-    except BrokenOff as error:
-        response.close()
-        raise Elsewhere(f"the stream broke: {error}", Blame.ENGINE) from error
-    except BaseException:
-        response.close()
-        raise
-    return Opened(response, events, first)
-
-
 def _stream_start(opened: Opened) -> dict[str, Any]:
     headers = response_headers(opened.response.headers, frozenset({b"content-length"}))
     return {"type": "http.response.start", "status": 200, "headers": headers}
@@ -448,10 +386,3 @@ async def _break_off(elsewhere: Elsewhere, send: Send) -> None:
     payload = error_body(502, f"The engine broke off: {elsewhere.reason}", "EngineFailed")
     await send({"type": "http.response.body", "body": event(payload), "more_body": True})
     raise Broken from elsewhere
-
-
-def _path(scope: Scope) -> bytes:
-    """Path and query as the client wrote them."""
-    path: bytes = scope["raw_path"]
-    query: bytes = scope["query_string"]
-    return b"%b?%b" % (path, query) if query else path

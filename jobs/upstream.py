@@ -3,6 +3,7 @@
 The fleet implements `Pool`; the completions consume it. Both live in one process, on one asyncio loop.
 """
 
+import gc
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -23,6 +24,17 @@ LISTENER_OPTIONS: dict[str, Any] = {
     "log_level": "warning",
 }
 """What the proxy's `uvicorn.Config` needs for the completions to behave as tested."""
+
+
+def tune_process() -> None:
+    """For a process that serves completions, once it is set up: lets the garbage collector look seldom.
+
+    What a request leaves is freed by reference counts; looking for cycles after every 700 objects found none and took a
+    tenth of the processor time (measured by `asyncgrpo bench proxy`).
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 class UnknownModel(AsyncgrpoError):
