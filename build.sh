@@ -4,7 +4,7 @@
 # ./build.sh check                        lint, format and types
 # ./build.sh build                        dist/asyncgrpo.pyz
 # Each does its own set-up, once: a virtual environment in .venv from requirements/cpu.txt. Needs Linux on x86_64 and
-# Python 3.11 with venv. Set-up talks on stderr; stdout and exit status are the command's own.
+# Python 3.11, 3.12 or 3.13 with venv. Set-up talks on stderr; stdout and exit status are the command's own.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -14,14 +14,14 @@ say() { echo "build.sh: $*" >&2; }
 
 find_python() {
   local name
-  for name in python3.11 python3; do
+  for name in python3.11 python3 python3.12 python3.13; do # the lock has wheels for all three; 3.11 is what is tested
     # A found name may still be a shim for a version that is not installed, or lack venv's parts: try it.
-    if "$name" -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+    if "$name" -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
       echo "$name"
       return
     fi
   done
-  say "needs Python 3.11 with venv on the PATH (Debian: python3.11 and python3.11-venv), for which requirements/cpu.txt is."
+  say "needs Python 3.11, 3.12 or 3.13 with venv on the PATH (Debian: python3 and python3-venv)."
   exit 2
 }
 
