@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -370,6 +371,7 @@ def parse(arguments: list[str], environ: Mapping[str, str]) -> tuple[Settings, a
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--enable-prompt-tokens-details", action="store_true")
     parser.add_argument("--dtype", default=Settings.dtype)
+    parser.add_argument("--sim-log", type=Path, help="a file for the log, which outlives the engine")
     for name in ("max-model-len", "max-num-seqs", "max-loras", "max-cpu-loras", "max-lora-rank", "seed"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument(
@@ -403,7 +405,7 @@ def parse(arguments: list[str], environ: Mapping[str, str]) -> tuple[Settings, a
 def main() -> None:
     """Serves until a signal comes or the engine dies."""
     settings, flags = parse(sys.argv[1:], os.environ)
-    engine = Engine(settings)
+    engine = Engine(settings, flags.sim_log.open("a") if flags.sim_log else None)
     server: Server | None = None
 
     def shut() -> None:

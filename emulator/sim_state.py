@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from emulator.sim_faults import Fault, Faults
 from emulator.sim_model import BLOCK_TOKENS, Failed, PrefixCache, Sampled, Sampling, Table, adapted, base_table, sample
@@ -64,11 +64,12 @@ class Adapter:
 
 
 class Engine:
-    """One engine. All methods run on one event loop."""
+    """One engine. All methods run on one event loop. `log` takes every event as a line of JSON."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, log: IO[str] | None = None) -> None:
         self.settings = settings
         self.faults = Faults()
+        self._log = log
         self.adapters: dict[str, Adapter] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self.running: set[asyncio.Task[Sampled]] = set()
@@ -90,8 +91,11 @@ class Engine:
         return not self._awake.is_set()
 
     def note(self, event: str, **values: Any) -> None:
-        """Adds to the log."""
+        """Adds to the log, and to the file of it that outlives the engine."""
         self.events.append({"event": event, **values})
+        if self._log is not None:
+            self._log.write(json.dumps(self.events[-1]) + "\n")
+            self._log.flush()
 
     async def load(self, name: str, path: str, in_place: bool) -> None:
         """Makes an adapter known and puts it in a slot.
