@@ -28,6 +28,8 @@ PACE_DECAY = 1 - 1 / 64
 """The same for an engine's pace."""
 PACE_MIN_COMPLETIONS = 16
 """Completions before an engine's pace is believed."""
+PACE_MIN_S = 0.1
+"""Shorter completions say nothing about an engine's pace: the network and the proxy take as long."""
 PACE_EQUAL = 1.25
 """Engines whose paces differ by less than this factor count as equally fast: the rest is noise of load and length."""
 LIVES = 4096
@@ -78,7 +80,7 @@ class _Engine:
 
     def pace(self) -> float | None:
         """Seconds per token of recent completions, None until enough have finished."""
-        return self.seconds / self.tokens if self.completions >= PACE_MIN_COMPLETIONS and self.seconds > 0 else None
+        return self.seconds / self.tokens if self.completions >= PACE_MIN_COMPLETIONS and self.tokens > 0 else None
 
 
 class Router:
@@ -166,9 +168,10 @@ class Router:
         self.cancelled(decision)
         engine = self._engines[decision.engine]
         self._expected_tokens += (completion_tokens - self._expected_tokens) * LENGTH_WEIGHT
-        engine.completions += 1
-        engine.seconds = engine.seconds * PACE_DECAY + now - decision.started
-        engine.tokens = engine.tokens * PACE_DECAY + completion_tokens
+        if (seconds := now - decision.started) >= PACE_MIN_S:
+            engine.completions += 1
+            engine.seconds = engine.seconds * PACE_DECAY + seconds
+            engine.tokens = engine.tokens * PACE_DECAY + completion_tokens
         self._finished += 1
         if self._finished % PACE_MIN_COMPLETIONS == 0:
             self._learn_slowness()
