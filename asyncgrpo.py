@@ -178,14 +178,13 @@ def launch(**options: Any) -> None:
 @main.command()
 @example("asyncgrpo status digit-1129-230000 --bucket s3://my-bucket")
 @click.argument("run")
-@NAMESPACE
 @BUCKET
 @JSON
-def status(run: str, namespace: str | None, bucket: str | None, as_json: bool) -> None:
+def status(run: str, bucket: str | None, as_json: bool) -> None:
     """Shows how a run is: its progress, replicas, Jobs, who leads it, and what it has cost so far."""
-    from jobs import operate, site, status_view
+    from jobs import operate, status_view
 
-    found = operate.Operation(site.Site.from_env(os.environ, namespace, bucket), run).status()
+    found = operate.Operation.from_env(os.environ, bucket, run).status()
     click.echo(json.dumps(found)) if as_json else status_view.show(found, sys.stdout)
 
 
@@ -195,27 +194,25 @@ def status(run: str, namespace: str | None, bucket: str | None, as_json: bool) -
 @click.option("--role", type=click.Choice(["trainer", "replica"]), default="trainer", show_default=True)
 @click.option("--index", type=int, default=0, show_default=True, help="Which replica.")
 @click.option("--follow", is_flag=True, help="Go on until the Job is over.")
-@NAMESPACE
 @BUCKET
-def logs(run: str, role: str, index: int, follow: bool, namespace: str | None, bucket: str | None) -> None:
+def logs(run: str, role: str, index: int, follow: bool, bucket: str | None) -> None:
     """Prints the log of one of a run's Jobs; lost connections lose and repeat no line."""
-    from jobs import operate, site
+    from jobs import operate
 
-    for line in operate.Operation(site.Site.from_env(os.environ, namespace, bucket), run).logs(role, index, follow):
+    for line in operate.Operation.from_env(os.environ, bucket, run).logs(role, index, follow):
         click.echo(line)
 
 
 @main.command()
 @example("asyncgrpo stop digit-1129-230000 --bucket s3://my-bucket")
 @click.argument("run")
-@NAMESPACE
 @BUCKET
 @JSON
-def stop(run: str, namespace: str | None, bucket: str | None, as_json: bool) -> None:
+def stop(run: str, bucket: str | None, as_json: bool) -> None:
     """Ends a run: its lease, then all its Jobs, until none is left."""
-    from jobs import operate, site
+    from jobs import operate
 
-    ended = operate.Operation(site.Site.from_env(os.environ, namespace, bucket), run).stop()
+    ended = operate.Operation.from_env(os.environ, bucket, run).stop()
     click.echo(json.dumps({"cancelled": ended}) if as_json else f"cancelled {len(ended)} Jobs: none is left")
 
 
@@ -223,13 +220,12 @@ def stop(run: str, namespace: str | None, bucket: str | None, as_json: bool) -> 
 @example("asyncgrpo scale digit-1129-230000 --replicas 4")
 @click.argument("run")
 @click.option("--replicas", type=int, required=True, help="How many replicas there shall be from now on.")
-@NAMESPACE
 @BUCKET
-def scale(run: str, replicas: int, namespace: str | None, bucket: str | None) -> None:
+def scale(run: str, replicas: int, bucket: str | None) -> None:
     """Changes the number of replicas while the run goes on: new ones join, those too many are drained first."""
-    from jobs import operate, site
+    from jobs import operate
 
-    operate.Operation(site.Site.from_env(os.environ, namespace, bucket), run).scale(replicas)
+    operate.Operation.from_env(os.environ, bucket, run).scale(replicas)
     click.echo(f"asked for {replicas} replicas; see: asyncgrpo status {run}")
 
 

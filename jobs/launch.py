@@ -141,7 +141,7 @@ class Launch:
             job_secrets,
             initiator=str(self.site.whoami()["id"]),
         )
-        self._crew.roster.write(self.bucket)
+        self._crew.roster.write(self.bucket, job_secrets["ASYNCGRPO_KEY"])
         leadership = Leadership(self.bucket, self.run, "launcher", LAUNCHER_PATIENCE_S)
         self._leader = Leader(self.bucket, self.run, self._crew, self.recipe.replica.count, leadership)
         leadership.hold()

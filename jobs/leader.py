@@ -213,8 +213,9 @@ class StandIn:
         if not (environ.get("HF_TOKEN") and environ.get("HF_ENDPOINT") and environ.get("JOB_ID")):
             return None
         try:
-            roster = Roster.read(bucket, spec.run)
-        except ConfigError:
+            roster = Roster.read(bucket, spec.run, environ.get("ASYNCGRPO_KEY", ""))
+        except ConfigError as error:
+            log.warning("%s", error)
             return None
         patience_s = TRAINER_PATIENCE_S if who == "trainer" else REPLICA_PATIENCE_S
         names = [*bucket.settings.secrets(), "ASYNCGRPO_KEY", "HF_TOKEN"]

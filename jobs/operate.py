@@ -12,11 +12,11 @@ from typing import Any
 from huggingface_hub import JobInfo
 
 from jobs import costs, hub, job_logs, labels, leader, lease
-from jobs.bucket import Bucket
+from jobs.bucket import Bucket, BucketSettings
 from jobs.crew import TERMINAL, Crew
 from jobs.errors import ConfigError, NotFound
 from jobs.progress import progress_key
-from jobs.roster import Roster
+from jobs.roster import Roster, roster_key
 from jobs.site import Site
 from jobs.spec import RunSpec
 
@@ -25,27 +25,48 @@ OVERDUE_S = 300.0
 
 
 class Operation:
-    """One run, seen from anywhere. Raises ConfigError if the run is not in the site's bucket."""
+    """One run, seen from anywhere. `crew` is None where its roles run on machines of the user's own."""
 
-    def __init__(self, site: Site, run: str) -> None:
-        self.site, self.run = site, labels.run_name(run)
-        self.bucket = Bucket(site.bucket)
-        self.spec = RunSpec.read(self.bucket, self.run)
-        self.roster = Roster.read(self.bucket, self.run)
-        plans, initiator = self.roster.plans, self.roster.initiator
-        self.crew = Crew(site.hub(), self.roster.namespace, self.run, self.bucket, plans, {}, initiator=initiator)
+    def __init__(self, site: Site | None, bucket: Bucket, run: str) -> None:
+        self.site, self.bucket, self.run = site, bucket, run
+        self.spec = RunSpec.read(bucket, run)
+        self.crew: Crew | None = None
+        if site is not None:
+            roster = Roster.read(bucket, run)
+            self.crew = Crew(site.hub(), site.namespace, run, bucket, roster.plans, {}, initiator=roster.initiator)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str], bucket: str | None, run: str) -> "Operation":
+        """The run as the bucket tells it: which Hub and namespace it is at, if it is at one.
+
+        Raises:
+            ConfigError: no such run in the bucket, an incomplete bucket, or no token for its Hub.
+        """
+        settings = BucketSettings.from_env(environ if bucket is None else {**environ, "ASYNCGRPO_BUCKET": bucket})
+        opened, name = Bucket(settings), labels.run_name(run)
+        RunSpec.read(opened, name)
+        if not opened.list(roster_key(name)):
+            return cls(None, opened, name)
+        roster = Roster.read(opened, name)
+        site = Site.from_env(environ, roster.namespace, bucket)
+        if site.endpoint != roster.endpoint:  # the token goes where the user says, not where a bucket does
+            raise ConfigError(f"run {name} is at {roster.endpoint}: set HF_ENDPOINT to it. It is {site.endpoint}.")
+        return cls(site, opened, name)
 
     def status(self) -> dict[str, Any]:
         """How the run is: progress, replicas, Jobs, who leads, what it has cost so far."""
-        prices = costs.usd_per_minute(hub.patiently(self.site.hub().list_jobs_hardware))
-        jobs = sorted(self.crew.jobs().values(), key=_order)
+        prices: dict[str, float] = {}
+        jobs: list[JobInfo] = []
+        if self.site is not None:
+            prices = costs.usd_per_minute(hub.patiently(self.site.hub().list_jobs_hardware))
+            jobs = sorted(self._jobs().values(), key=_order)
         progress = _read(self.bucket, progress_key(self.run))
         proxy = progress.get("proxy") or {}
         asked = leader.wanted(self.bucket, self.run)
         return {
             "run": self.run,
             "recipe": self.spec.recipe.name,
-            "state": _state(progress, jobs, lease.ended(self.bucket, self.run)),
+            "state": _state(progress, None if self.site is None else jobs, lease.ended(self.bucket, self.run)),
             "reason": progress.get("reason"),
             "attempt": progress.get("attempt"),
             "step": progress.get("step", 0),
@@ -70,32 +91,46 @@ class Operation:
         Raises:
             ConfigError: there is none; names those there are.
         """
-        found = {job.id: labels.read(job.labels) for job in self.crew.jobs().values()}
+        if self.site is None:
+            raise ConfigError(
+                f"run {self.run} has no Jobs: its roles run on machines of your own, and so do their logs."
+            )
+        found = {job.id: labels.read(job.labels) for job in self._jobs().values()}
         places = {job_id: place for job_id, place in found.items() if place is not None}
         own = [job_id for job_id, place in places.items() if (place.role, place.index) == (role, index)]
         if not own:
             known = sorted({f"{place.role} {place.index}" for place in places.values()})
             raise ConfigError(f"run {self.run} has no {role} {index}. It has: {', '.join(known) or 'no Jobs'}.")
         newest = max(own, key=lambda job_id: places[job_id].generation)
-        return job_logs.lines(self.site.hub(), self.roster.namespace, newest, follow)
+        return job_logs.lines(self.site.hub(), self.site.namespace, newest, follow)
 
     def stop(self) -> list[str]:
         """Ends the run: its lease first, so that nothing is started again; then all its Jobs. Returns their ids.
+
+        Roles on machines of the user's own see that the lease has ended and end themselves.
 
         Raises:
             RunFailed: Jobs that do not end.
         """
         lease.end(self.bucket, self.run)
-        alive = [job.id for job in self.crew.jobs().values() if job.status.stage not in TERMINAL]
-        self.crew.cancel()
+        alive = [job.id for job in self._jobs().values() if job.status.stage not in TERMINAL]
+        if self.crew is not None:
+            self.crew.cancel()
         return alive
+
+    def _jobs(self) -> dict[str, JobInfo]:
+        return self.crew.jobs() if self.crew is not None else {}
 
     def scale(self, replicas: int) -> None:
         """Asks the run's leader for another number of replicas.
 
         Raises:
-            ConfigError: less than one, or the run is over.
+            ConfigError: less than one, the run is over, or its roles run on machines of the user's own.
         """
+        if self.site is None:
+            raise ConfigError(
+                f"run {self.run} has no Jobs: start or end `asyncgrpo role replica` on machines of your own."
+            )
         if replicas < 1:
             raise ConfigError(f"--replicas {replicas}: at least 1 is needed. To end the run: asyncgrpo stop {self.run}")
         if lease.ended(self.bucket, self.run):
@@ -189,11 +224,11 @@ def _ours_by_command(job: JobInfo, role: str) -> bool:
     return " ".join([*(job.command or []), *(job.arguments or [])]).endswith(f"role {role}")
 
 
-def _state(progress: Mapping[str, Any], jobs: Iterable[JobInfo], ended: bool) -> str:
+def _state(progress: Mapping[str, Any], jobs: Iterable[JobInfo] | None, ended: bool) -> str:
     state = str(progress.get("state") or "starting")
     if state in ("done", "failed"):
         return state
-    if not any(job.status.stage not in TERMINAL for job in jobs):
+    if jobs is not None and not any(job.status.stage not in TERMINAL for job in jobs):
         return "stopped" if ended else "dead"
     return "stopping" if ended else state
 

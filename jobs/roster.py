@@ -4,6 +4,8 @@ Anybody in a namespace can give a Job the labels of a run. So a Job counts as th
 its image, command and flavor are those of the roster: another one is never sent a secret, nor cancelled.
 """
 
+import hashlib
+import hmac
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -50,7 +52,7 @@ class Roster:
         return looks_as_planned(job, self.plans[place.role], self.namespace, self.initiator)  # type: ignore[index]
 
     def to_json(self) -> bytes:
-        """As it lies in the bucket. Holds no secret."""
+        """As it lies in the bucket, below its signature. Holds no secret."""
         plans = {
             role: {**asdict(plan), "volumes": [v.to_dict() for v in plan.volumes]} for role, plan in self.plans.items()
         }
@@ -67,27 +69,40 @@ class Roster:
             }
             return cls(plans=plans, **values)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"crew.json cannot be read by this version of asyncgrpo: {error!r}") from error
+            raise ConfigError(f"the roster cannot be read by this version of asyncgrpo: {error!r}") from error
 
     @classmethod
-    def read(cls, bucket: Bucket, run: str) -> "Roster":
-        """The roster of `run`; raises ConfigError if no Jobs were ever started for it from this bucket."""
+    def read(cls, bucket: Bucket, run: str, key: str | None = None) -> "Roster":
+        """The roster of `run`. With the run's key, its signature is verified: who starts Jobs gives them secrets.
+
+        Raises:
+            ConfigError: no Jobs were ever started for it from this bucket, or it was not signed with this key.
+        """
         try:
-            return cls.from_json(bucket.get(roster_key(run)))
+            signature, _, data = bucket.get(roster_key(run)).partition(b"\n")
+            if key is not None and not hmac.compare_digest(signature, _sign(data, key)):
+                raise ConfigError(
+                    f"{roster_key(run)} was not signed with the key of run {run}: no Job is started by it."
+                )
+            return cls.from_json(data)
         except NotFound as error:
             where = bucket.settings.url
             raise ConfigError(
                 f"run {run!r} has no Jobs that were started with the bucket {where}: no {error.key}."
             ) from error
 
-    def write(self, bucket: Bucket) -> None:
-        """Puts it into the bucket, before the first Job is started."""
-        bucket.put(roster_key(self.run), self.to_json())
+    def write(self, bucket: Bucket, key: str) -> None:
+        """Puts it into the bucket, signed with the run's key, before the first Job is started."""
+        bucket.put(roster_key(self.run), _sign(self.to_json(), key) + b"\n" + self.to_json())
 
 
 def roster_key(run: str) -> str:
     """Key of the run's roster."""
-    return f"runs/{run}/crew.json"
+    return f"runs/{run}/crew"
+
+
+def _sign(data: bytes, key: str) -> bytes:
+    return hmac.new(key.encode(), b"roster\n" + data, hashlib.sha256).hexdigest().encode()
 
 
 def replica_key(run: str, index: int) -> str:

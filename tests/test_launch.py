@@ -169,7 +169,7 @@ def test_secrets_stay_secret(site: Site) -> None:
     shown = json.dumps([[job.command, job.environment, job.labels] for job in jobs])
     for secret in (key, site.token, site.bucket.secret_key):
         assert secret not in shown
-        assert secret.encode() not in Bucket(site.bucket).get("runs/secrets/crew.json")
+        assert secret.encode() not in Bucket(site.bucket).get("runs/secrets/crew")
 
 
 def test_the_command_follows_a_run_to_its_summary(

@@ -38,7 +38,7 @@ def begin(site: Site, run: str) -> Operation:
     with launch(site, run, recipe("goes on", steps=3)) as started:
         started.start()
         started.detach()
-    return Operation(site, run)
+    return Operation(site, Bucket(site.bucket), run)
 
 
 def command(emulator: Emulator, *args: str) -> Any:
@@ -83,7 +83,7 @@ def test_stopping_a_run_that_is_followed_ends_it_for_good(site: Site) -> None:
     follower = threading.Thread(target=follow)
     follower.start()
     until(lambda: len(alive(site, "followed")) == 3)
-    Operation(site, "followed").stop()
+    Operation(site, Bucket(site.bucket), "followed").stop()
     follower.join(20)
     assert not follower.is_alive() and alive(site, "followed") == [] and len(stages(site, "followed")) == 3
     assert "cancelled" in str(failure[0])
@@ -154,3 +154,16 @@ def test_the_wait_for_a_machine_is_nobodys_orphan(
     assert operate.reapable(site) == ([], [])
     monkeypatch.undo()
     operation.crew.cancel()
+
+
+def test_a_run_on_machines_of_ones_own_is_looked_at_and_stopped_by_its_bucket(emulator: Emulator) -> None:
+    environ = {**emulator.environment(), "HF_TOKEN": None, "HF_ENDPOINT": None}
+
+    def own(*args: str) -> Any:
+        return CliRunner().invoke(asyncgrpo.main, args, env=environ)
+
+    assert own("launch", "digit", "--run", "own", "--no-jobs").exit_code == 0
+    assert json.loads(own("status", "own", "--json").stdout)["state"] == "starting"
+    assert own("logs", "own").exit_code == own("scale", "own", "--replicas", "3").exit_code == 2
+    assert own("stop", "own").exit_code == 0
+    assert lease.ended(Bucket(emulator.bucket), "own")
