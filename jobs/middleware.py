@@ -1,5 +1,7 @@
 """What stands in front of vLLM inside a replica: the run's key for every path, and adapters by their manifest.
 
+Completions that are for tokens alone are taken to the engine by `jobs.tokens`; all others pass straight through.
+
 vLLM takes it as `--middleware jobs.middleware.ReplicaMiddleware`. Settings come from the environment: ASYNCGRPO_KEY
 (the run's key) and ASYNCGRPO_ADAPTERS (the directory for adapters, shared by the engines of one Job) must be there;
 ASYNCGRPO_REPLICA and ASYNCGRPO_ENGINE name this engine; ASYNCGRPO_MOUNT is a directory that shows the bucket, without
@@ -10,12 +12,15 @@ import asyncio
 import hashlib
 import hmac
 import json
+import logging
+import math
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from jobs import tokens
 from jobs.adapter_store import AdapterNotVisible, AdapterRejected, AdapterStore, Mount, Source
 from jobs.bucket import Bucket
 from jobs.errors import ConfigError
@@ -26,6 +31,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest:"
 LOAD = "/v1/load_lora_adapter"
@@ -39,7 +46,7 @@ BUCKET_RETRY_S = 5.0
 
 
 class ReplicaMiddleware:
-    """Pure ASGI. Completions pass straight through, `receive` and `send` untouched: only their key is looked at."""
+    """Pure ASGI. What is not its own business passes straight through, `receive` and `send` untouched."""
 
     def __init__(self, app: App, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
@@ -68,6 +75,8 @@ class ReplicaMiddleware:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path == LOAD:
             return self._load(scope, receive, send)
+        if path == tokens.PATH and hasattr(getattr(scope.get("app"), "state", None), "engine_client"):
+            return self._complete(scope, receive, send)
         if path == REPLICA:
             return self._describe(scope, receive, send)
         if path == ADAPTERS or path.startswith(f"{ADAPTERS}/"):
@@ -82,8 +91,24 @@ class ReplicaMiddleware:
                 return hmac.compare_digest(hashlib.sha256(value).digest(), self._key)
         return False
 
-    async def _load(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _body(receive)
+        if body is None:
+            return
+        state = scope["app"].state
+        if (ask := tokens.read(body, state)) is not None:
+            try:
+                answer = await tokens.complete(ask, state, receive)
+            except Exception as error:  # vLLM has a status and words for each kind: it is asked the same
+                log.info("a completion goes vLLM's own way: %s", error)
+            else:
+                if answer is not None:
+                    await _send_json(send, 200, answer)
+                return
+        await self.app(scope, _replay(body, receive), send)
+
+    async def _load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _body(receive, LOAD_BODY_BYTES)
         if body is None:
             await _answer(send, 413, _error("The body of a load is too long.", "AdapterRejected", 413))
             return
@@ -141,18 +166,20 @@ class ReplicaMiddleware:
         return {wire: stored.manifest.digest if stored else None for wire, stored in held.items()}
 
 
-async def _body(receive: Receive) -> bytes | None:
-    """The request's whole body; None if it is too long, or the client left."""
-    parts = b""
+async def _body(receive: Receive, limit_bytes: float = math.inf) -> bytes | None:
+    """The request's whole body; None if it is longer than the limit, or the client left."""
+    parts: list[bytes] = []
+    size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
-        parts += bytes(message.get("body", b""))
-        if len(parts) > LOAD_BODY_BYTES:
+        parts.append(bytes(message.get("body", b"")))
+        size += len(parts[-1])
+        if size > limit_bytes:
             return None
         if not message.get("more_body"):
-            return parts
+            return b"".join(parts)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -189,7 +216,10 @@ def _error(message: str, kind: str, status: int) -> dict[str, Any]:
 
 
 async def _answer(send: Send, status: int, content: Mapping[str, Any]) -> None:
-    body = json.dumps(content).encode()
+    await _send_json(send, status, json.dumps(content).encode())
+
+
+async def _send_json(send: Send, status: int, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
