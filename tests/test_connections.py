@@ -1,0 +1,259 @@
+"""HTTP to engines, byte by byte."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from jobs import connections
+from jobs.connections import BrokenOff, Connections, Response, Unreachable, origin
+from tests.upstreams import until
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def server(talk: Talk) -> AsyncIterator[tuple[str, list[int]]]:
+    """A server whose connections each do `talk`; yields its URL and the number of connections as a list's length."""
+    made: list[int] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        made.append(1)
+        try:
+            await talk(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    listening = await asyncio.start_server(handle, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", made
+    listening.close()
+
+
+def replies(*answers: bytes, close: bool = True) -> Talk:
+    """Gives one answer after another on each connection."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for answer in answers:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            await writer.drain()
+        if not close:
+            await reader.read()
+
+    return talk
+
+
+async def get(pool: Connections, url: str, method: bytes = b"GET", fresh: bool = False) -> Response:
+    return await pool.request(url, method, b"/path", [(b"x-a", b"1")], b"", fresh=fresh)
+
+
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello", b"hello"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n", b"hello"),
+        (b"HTTP/1.1 200 OK\r\n\r\nhello", b"hello"),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", b""),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello", b"hello"),
+    ],
+)
+@pytest.mark.parametrize("pieces", [False, True])
+def test_bodies_end_where_they_should(answer: bytes, body: bytes, pieces: bool) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"GET /base/path HTTP/1.1\r\nhost: 127.0.0.1:")
+        for byte in answer:
+            writer.write(bytes([byte]))
+            if pieces:
+                await writer.drain()
+
+    async def main() -> None:
+        pool = Connections()
+        async with server(talk) as (url, _):
+            response = await get(pool, url + "/base/")
+            assert response.status in (200, 204)
+            assert await response.read() == body
+        pool.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"HTTP/1.1 200",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhel",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nhel\r\n",
+        b"nonsense\r\n\r\n",
+    ],
+)
+def test_what_ends_too_soon_is_broken_off(answer: bytes) -> None:
+    async def main() -> None:
+        pool = Connections()
+        async with server(replies(answer)) as (url, _):
+            with pytest.raises(BrokenOff) as caught:
+                await (await get(pool, url)).read()
+            assert not caught.value.stale
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_sockets_are_reused_and_known_to_be() -> None:
+    ok = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+    async def main() -> None:
+        pool = Connections()
+        async with server(replies(ok, ok)) as (url, made):
+            for _ in range(2):
+                assert await (await get(pool, url)).read() == b"ok"
+            assert len(made) == 1
+            await asyncio.sleep(0)
+            assert await (await get(pool, url, fresh=True)).read() == b"ok"
+            assert len(made) == 2
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_reset_before_a_byte_on_a_reused_socket_is_stale() -> None:
+    ok = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(ok)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.abort()
+
+    async def main() -> None:
+        pool = Connections()
+        async with server(talk) as (url, _):
+            await (await get(pool, url)).read()
+            with pytest.raises(BrokenOff) as caught:
+                await get(pool, url)
+            assert caught.value.stale
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_connection_close_and_head_are_not_reused() -> None:
+    async def main() -> None:
+        pool = Connections()
+        closing = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok"
+        async with server(replies(closing, close=False)) as (url, made):
+            for count in (1, 2):
+                assert await (await get(pool, url)).read() == b"ok"
+                assert len(made) == count
+        headed = b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\n"
+        async with server(replies(headed, close=False)) as (url, made):
+            for count in (1, 2):
+                response = await get(pool, url, b"HEAD")
+                assert response.header(b"content-length") == b"20"
+                assert await response.read() == b""
+                assert len(made) == count
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_idle_sockets_are_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "POOL_KEEP_ALIVE_S", 0.05)
+    closed: list[int] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        assert await reader.read() == b""
+        closed.append(1)
+
+    async def main() -> None:
+        pool = Connections()
+        async with server(talk) as (url, _):
+            await (await get(pool, url)).read()
+            await until(lambda: bool(closed))
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_slow_reader_holds_the_engine_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "BUFFER_BYTES", 1 << 16)
+    sent = 0
+    total = 64 << 20
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
+        while sent < total:
+            writer.write(bytes(1 << 20))
+            await writer.drain()
+            sent += 1 << 20
+
+    async def main() -> None:
+        pool = Connections()
+        async with server(talk) as (url, _):
+            response = await get(pool, url)
+            before = -1
+            while before != sent:  # until it stands still
+                before = sent
+                await asyncio.sleep(0.1)
+            assert sent < total / 2
+            size = 0
+            while piece := await response.read_some():
+                size += len(piece)
+            assert size == total
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_closing_an_unfinished_response_ends_its_connection() -> None:
+    ended: list[int] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nhel")
+        await reader.read()
+        ended.append(1)
+
+    async def main() -> None:
+        pool = Connections()
+        async with server(talk) as (url, _):
+            response = await get(pool, url)
+            assert await response.read_some() == b"hel"
+            response.close()
+            await until(lambda: bool(ended))
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_nobody_there(free_port: int) -> None:
+    async def main() -> None:
+        with pytest.raises(Unreachable, match=str(free_port)):
+            await get(Connections(), f"http://127.0.0.1:{free_port}")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://h:8000", ("h", 8000, False, b"h:8000", b"")),
+        ("https://id--8000.hf.jobs/", ("id--8000.hf.jobs", 443, True, b"id--8000.hf.jobs", b"")),
+        ("http://user:secret@[::1]:80/a/b", ("::1", 80, False, b"[::1]:80", b"/a/b")),
+    ],
+)
+def test_origins(url: str, expected: tuple[str, int, bool, bytes, bytes]) -> None:
+    assert tuple(origin(url)) == expected
+
+
+def test_a_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="url = 'ftp://x'"):
+        origin("ftp://x")
