@@ -2,7 +2,8 @@
 restart.
 
 Objects of a version, below `jobs.manifest.adapter_prefix`: the adapter's files, then `manifest.json` (conditional
-PUT), and once it is unloaded or has failed, the mark `retired`.
+PUT), and once it is unloaded or has failed, the mark `retired`. A bucket may show new objects seconds late, so what was
+published is also noted in the output directory, a manifest a line: a proxy that is started again knows it at once.
 """
 
 import asyncio
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 
 THREADS = 8
 """For calls of the bucket: both files of a publish, a few marks and the look-out for replicas, with room to spare."""
+NOTES = ".published.jsonl"
+SEEN_LATER_S = 0.2
+"""Between two looks for a manifest that the bucket has and does not show yet."""
 RECOVERED_VERSIONS = 64
 """How many of the newest versions a restarted proxy reads back. TRL names at most max_staleness + 2 (default 6)."""
 
@@ -48,7 +52,7 @@ class Publisher:
     def __init__(self, bucket: Bucket, run: str, attempt: int, key: str, output_dir: Path | None) -> None:
         self.bucket, self.run, self.attempt, self.output_dir = bucket, run, attempt, output_dir
         self.versions: dict[str, Published] = {}
-        self.count = self.bytes = 0  # published by this process
+        self.count = self.bytes = 0  # published in this attempt
         self._key = key
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="bucket")
         self._marks: set[asyncio.Task[None]] = set()
@@ -75,7 +79,7 @@ class Publisher:
         signed = replace(manifest, published_at=time.time()).sign(self._key)
         if not await self.in_thread(lambda: self.bucket.put_new(f"{prefix}/manifest.json", signed.to_json())):
             # An earlier process of this proxy got as far; it may have been killed before it could say so.
-            found = await self.in_thread(lambda: self._read(manifest.version))
+            found = await self._seen(manifest.version)
             if found.digest != manifest.digest:
                 raise VersionRefused(
                     f"{manifest.wire_name} is in the bucket with digest {found.digest[:12]} and cannot become "
@@ -85,6 +89,7 @@ class Publisher:
         published = self.versions[manifest.wire_name] = Published(signed, publish_s=time.monotonic() - started)
         self.count += 1
         self.bytes += manifest.size
+        await self.in_thread(lambda: self._note(signed))
         return published
 
     async def adopt(self, wire: str, key: str) -> Published:
@@ -109,11 +114,13 @@ class Publisher:
         """
         prefix = f"runs/{self.run}/adapters/{self.attempt}/"
         keys = set(await self.in_thread(lambda: self.bucket.list(prefix)))
-        numbers = [
+        noted = await self.in_thread(self._noted)
+        self.count, self.bytes = len(noted), sum(manifest.size for manifest in noted.values())
+        numbers = {
             int(match[1]) for key in keys if (match := re.fullmatch(rf"{re.escape(prefix)}v(\d+)/manifest\.json", key))
-        ]
-        newest = sorted(numbers)[-RECOVERED_VERSIONS:]
-        found = await asyncio.gather(*(self._recover(n, f"{prefix}v{n}/retired" in keys) for n in newest))
+        }
+        newest = sorted(numbers.union(noted))[-RECOVERED_VERSIONS:]
+        found = await asyncio.gather(*(self._recover(n, noted.get(n), f"{prefix}v{n}/retired" in keys) for n in newest))
         versions = [published for published in found if published]
         self.versions |= {published.manifest.wire_name: published for published in versions}
         return versions
@@ -163,9 +170,9 @@ class Publisher:
         self._marks.add(task)
         task.add_done_callback(self._marks.discard)
 
-    async def _recover(self, version: int, is_marked: bool) -> Published | None:
+    async def _recover(self, version: int, noted: Manifest | None, is_marked: bool) -> Published | None:
         try:
-            manifest = await self.in_thread(lambda: self._read(version))
+            manifest = noted if noted else await self.in_thread(lambda: self._read(version))
         except ConfigError as error:
             log.warning("a version in the bucket is passed over: %s", error)
             return None
@@ -177,6 +184,33 @@ class Publisher:
             return Published(manifest, VersionState(mark["state"]), mark["words"])
         except (NotFound, ValueError, KeyError, TypeError):
             return Published(manifest, VersionState.RETIRED)
+
+    async def _seen(self, version: int) -> Manifest:
+        """The manifest that the bucket has, as it told a conditional PUT; it may show it only later."""
+        deadline = time.monotonic() + self.bucket.retry_s
+        while True:
+            try:
+                return await self.in_thread(lambda: self._read(version))
+            except NotFound:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(SEEN_LATER_S)
+
+    def _note(self, manifest: Manifest) -> None:
+        if self.output_dir is not None:
+            with (self.output_dir / NOTES).open("ab") as notes:
+                notes.write(manifest.to_json() + b"\n")
+
+    def _noted(self) -> dict[int, Manifest]:
+        """What earlier processes of this proxy noted; of a process that was killed the last line may be cut short."""
+        if self.output_dir is None or not (notes := self.output_dir / NOTES).exists():
+            return {}
+        found = [Manifest.from_json(line) for line in notes.read_bytes().split(b"\n")[:-1]]
+        return {
+            manifest.version: manifest
+            for manifest in found
+            if (manifest.run, manifest.attempt) == (self.run, self.attempt) and manifest.verify_signature(self._key)
+        }
 
     def _read(self, version: int) -> Manifest:
         name = WireName(self.run, self.attempt, version)

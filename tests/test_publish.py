@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from emulator.bucket import MotoServer
 from jobs.bucket import Bucket
 from jobs.errors import ConfigError, NotFound
 from jobs.manifest import Manifest
-from jobs.publish import RECOVERED_VERSIONS, Published, Publisher
+from jobs.publish import NOTES, RECOVERED_VERSIONS, Published, Publisher
 from jobs.version import VersionRefused, VersionState
 from tests.adapters import write_adapter
 from tests.conftest import MotoBucket
@@ -26,6 +28,7 @@ def with_publisher(
     store = Bucket.from_env(bucket.environ, retry_s=5)
 
     async def main() -> None:
+        folder.mkdir(exist_ok=True)
         publisher = Publisher(store, "run", 2, key, folder)
         try:
             await work(publisher)
@@ -94,6 +97,7 @@ def test_recovery_reads_states_in_the_order_of_publishing(tmp_path: Path, moto_b
     assert not [key for key in bucket.list("") if "other" in key], "another run's books were written"
     bucket.put(f"{PREFIX}/v11/adapter_config.json", b"{}")  # no manifest: never published
     with_publisher(moto_bucket, tmp_path, after)
+    with_publisher(moto_bucket, tmp_path / "another machine", after)
 
 
 def test_recovery_passes_over_what_is_forged(
@@ -110,8 +114,42 @@ def test_recovery_passes_over_what_is_forged(
     manifest = json.loads(bucket.get(f"{PREFIX}/v1/manifest.json"))
     bucket.put(f"{PREFIX}/v1/manifest.json", json.dumps(manifest | {"rank": 4}).encode())
     bucket.put(f"{PREFIX}/v2/manifest.json", bucket.get(f"{PREFIX}/v3/manifest.json"))
-    with_publisher(moto_bucket, tmp_path, after)
+    with_publisher(moto_bucket, tmp_path / "another machine", after)
     assert caplog.text.count("is not signed with this run's key for that name") == 2
+
+
+def test_what_the_bucket_does_not_show_yet_is_recovered_from_the_output_directory(tmp_path: Path) -> None:
+    moto = MotoServer()
+    moto.start()
+    try:
+        moto.disturb(lag_s=1.0)
+        environ = {**moto.settings.environment(), **moto.settings.secrets()}
+        bucket = MotoBucket(moto.bucket, moto.settings.endpoint, environ)
+
+        async def before(publisher: Publisher) -> None:
+            for version in (1, 2):
+                await publish(publisher, tmp_path, version)
+
+        async def after(publisher: Publisher) -> None:
+            assert publisher.bucket.list(PREFIX) == [], "the bucket shows it already"
+            found = await publisher.recover()
+            assert [(p.manifest.version, p.state) for p in found] == [(1, VersionState.LIVE), (2, VersionState.LIVE)]
+            assert (publisher.count, publisher.bytes) == (2, sum(p.manifest.size for p in found))
+
+        async def elsewhere(publisher: Publisher) -> None:
+            assert await publisher.recover() == []
+            started = time.monotonic()
+            again = await publish(publisher, tmp_path / "another machine", 1)
+            assert time.monotonic() - started > 0.5, "nobody waited for the bucket"
+            assert (again.manifest.version, publisher.count) == (1, 1)
+
+        with_publisher(bucket, tmp_path, before)
+        with (tmp_path / NOTES).open("ab") as notes:
+            notes.write(b'{"run": "run", "att')  # killed while it wrote
+        with_publisher(bucket, tmp_path, after)
+        with_publisher(bucket, tmp_path / "another machine", elsewhere)
+    finally:
+        moto.stop()
 
 
 def test_recovery_reads_only_the_newest(tmp_path: Path, moto_bucket: MotoBucket) -> None:
