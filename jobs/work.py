@@ -12,9 +12,10 @@ def next_action(
 ) -> Action | None:
     """The next action for an engine that answers; None when there is nothing to do at `now`. `own`: run and attempt.
 
-    Order: the base canary; then versions that completions wait for and no engine serves; then the newest first, since
-    that is what a sync and most completions wait for, and an engine that is backfilled serves nothing before it has
-    all of them anyway. Unloads come last, unless every adapter slot is taken.
+    Order: the base canary; while it is backfilled, what it needs to be ready; what it holds and has only to prove,
+    since a load may wait for the bucket; then versions that completions wait for and no engine serves; then the newest
+    first, since that is what a sync and most completions wait for. Unloads come last, unless every adapter slot is
+    taken.
     """
     if engine.boot_id is None or engine.facts is None:
         return None
@@ -27,7 +28,13 @@ def next_action(
         return Unload(name, spare[0], boot_id)
     engines = list(engines)
     active = [version for version in versions.values() if version.state in ACTIVE]
-    for version in sorted(active, key=lambda v: (v.in_flight == 0 or bool(serving(v.wire, engines)), -v.order)):
+
+    def urgency(version: Version) -> tuple[bool, bool, bool, int]:
+        needless = engine.state is not EngineState.READY and version.wire not in engine.owed
+        served = version.in_flight == 0 or bool(serving(version.wire, engines))
+        return needless, not engine.holding(version.wire).held, served, -version.order
+
+    for version in sorted(active, key=urgency):
         holding = engine.holding(version.wire)
         to_do = not (holding.proved or holding.permanent) and holding.not_before <= now
         if to_do and wanted(engine, version, engines):
