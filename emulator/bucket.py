@@ -1,4 +1,4 @@
-"""The bucket of an emulation: moto's S3 server in a process of its own, or any S3 endpoint that is already there."""
+"""The bucket of an emulation: moto's S3 server in a process of its own, in the manner of one profile."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import subprocess
 import sys
 import urllib.request
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Protocol
 
-from emulator.moto_server import DISTURB_PATH
+from emulator.front import DISTURB_PATH
+from emulator.profiles import PROFILES
+from emulator.tls import Certificate
 from jobs import bundle
 from jobs.bucket import BucketSettings
 
 START_S = 20.0
 """A cold start of moto took 0.5 to 0.9 s on two cores; this is for a machine that is busy."""
-REGION = "us-east-1"
 BUCKET = "asyncgrpo"
 
 
@@ -25,35 +26,73 @@ class BucketDidNotStart(RuntimeError):
     """The server's process ended, or said nothing in time."""
 
 
+class BucketServer(Protocol):
+    """An S3 server that an emulator starts for itself. Its processes carry `mark`; it serves HTTPS if it has a
+    `certificate`."""
+
+    mark: dict[str, str]
+    certificate: Certificate | None
+    process: subprocess.Popen[str]
+
+    def start(self) -> BucketSettings:
+        """Start it and wait until its one bucket can be used. Raises BucketDidNotStart."""
+
+    def stop(self) -> None:
+        """End it and wait for that."""
+
+
+def new_keys() -> tuple[str, str]:
+    """An access key and its secret."""
+    return f"AK{secrets.token_hex(9).upper()}", secrets.token_hex(20)
+
+
 @dataclass
 class MotoServer:
     """A fresh, empty S3 server with one bucket. It ends when `stop` is called or this process dies, however it dies."""
 
+    profile: str = "hub"
     bucket: str = BUCKET
     mark: dict[str, str] = field(default_factory=dict)
+    certificate: Certificate | None = None
     settings: BucketSettings = field(init=False)
     process: subprocess.Popen[str] = field(init=False)
 
     def start(self) -> BucketSettings:
         """Start it and wait until it listens and the bucket exists. Raises BucketDidNotStart."""
-        access_key, secret_key = f"AK{secrets.token_hex(9).upper()}", secrets.token_hex(20)
+        profile = PROFILES[self.profile]
+        access_key, secret_key = new_keys()
+        session_token = secrets.token_hex(20) if profile.session_token else None
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "emulator.moto_server", self.bucket, access_key],
+            [sys.executable, "-m", "emulator.moto_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, **self.mark, "PYTHONPATH": str(bundle.app_dir()), "AWS_SECRET_ACCESS_KEY": secret_key},
+            env={**os.environ, **self.mark, "PYTHONPATH": str(bundle.app_dir())},
         )
+        asked = {
+            "bucket": self.bucket,
+            "profile": profile.name,
+            "access_key": access_key,
+            "secret_key": secret_key,
+            "session_token": session_token,
+            "certificate": self.certificate and str(self.certificate.chain),
+            "key": self.certificate and str(self.certificate.key),
+        }
+        _pipe(self.process.stdin).write(f"{json.dumps(asked)}\n")
+        _pipe(self.process.stdin).flush()
         line = _pipe(self.process.stdout).readline()  # empty at its end: it died
         if not line:
             raise BucketDidNotStart(f"the bucket's server ended with status {self.process.wait()} before it listened")
+        scheme = "https" if self.certificate else "http"
         self.settings = BucketSettings(
             url=f"s3://{self.bucket}",
-            endpoint=f"http://127.0.0.1:{json.loads(line)['port']}",
+            endpoint=f"{scheme}://127.0.0.1:{json.loads(line)['port']}/{profile.namespace}".rstrip("/"),
             access_key=access_key,
             secret_key=secret_key,
-            region=REGION,
+            session_token=session_token,
+            region=(*profile.regions, "us-east-1")[0],
+            ca_file=str(self.certificate.authorities) if self.certificate else None,
         )
         return self.settings
 
@@ -67,9 +106,11 @@ class MotoServer:
 
     def _disturb(self, **settings: float | str) -> None:
         body = json.dumps(settings).encode()
-        request = urllib.request.Request(f"{self.settings.endpoint}{DISTURB_PATH}", body, method="POST")
+        scheme, _, rest = self.settings.endpoint.partition("://")
+        request = urllib.request.Request(f"{scheme}://{rest.partition('/')[0]}{DISTURB_PATH}", body, method="POST")
         request.add_header("x-emulator-key", self.settings.access_key)
-        urllib.request.urlopen(request, timeout=START_S).close()
+        context = self.certificate.client_context() if self.certificate else None
+        urllib.request.urlopen(request, timeout=START_S, context=context).close()
 
     def stop(self) -> None:
         """End it and wait for that."""

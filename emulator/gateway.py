@@ -1,7 +1,8 @@
 """The gateway before a Job's exposed ports: one local port for each, which opens with the bearer token only.
 
-`https://<job>--<port>.hf.jobs` is here `http://127.0.0.1:<n>`. Bodies stream both ways, a request may take as long as
-it takes, a client that leaves takes its request with it, and an answer that breaks upstream breaks for the client too.
+`https://<job>--<port>.hf.jobs` is here `http://127.0.0.1:<n>`, or https if there is a certificate. Bodies stream both
+ways, a request may take as long as it takes, a client that leaves takes its request with it, and an answer that breaks
+upstream breaks for the client too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hmac
 import json
 import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,8 +84,11 @@ class BodyTooLarge(Exception):
 class Gateway:
     """All exposed ports of one emulator: an ASGI application behind as many listening sockets."""
 
-    def __init__(self, token: str, body_limit_bytes: int = BODY_LIMIT_BYTES) -> None:
+    def __init__(
+        self, token: str, body_limit_bytes: int = BODY_LIMIT_BYTES, certificate: ssl.SSLContext | None = None
+    ) -> None:
         self.body_limit_bytes = body_limit_bytes
+        self._certificate = certificate
         self.interfere: Interfere | None = None
         self._bearer = f"Bearer {token}".encode()
         self._routes: dict[int, Route] = {}
@@ -108,10 +113,11 @@ class Gateway:
     ) -> Route:
         """Listen for one exposed port; the route's `url` is where."""
         listener = socket.create_server((LOOPBACK, 0), backlog=self._config.backlog)
-        route = Route(job_id, port, public, locate, f"http://{LOOPBACK}:{listener.getsockname()[1]}")
+        scheme = "https" if self._certificate else "http"
+        route = Route(job_id, port, public, locate, f"{scheme}://{LOOPBACK}:{listener.getsockname()[1]}")
         self._routes[listener.getsockname()[1]] = route
         make = functools.partial(HttpToolsProtocol, config=self._config, server_state=self._state, app_state={})
-        route.server = await asyncio.get_running_loop().create_server(make, sock=listener)
+        route.server = await asyncio.get_running_loop().create_server(make, sock=listener, ssl=self._certificate)
         return route
 
     def close_route(self, route: Route) -> None:

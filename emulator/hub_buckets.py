@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from emulator.jobs_state import BadRequest, now, timestamp
+from emulator.volumes import in_s3
 from jobs.bucket import Bucket, BucketSettings
+from jobs.errors import BucketError
 
 TOKEN_S = 3600.0
 """How long a write token is good for; the client asks for another in time."""
@@ -103,21 +105,19 @@ class HubBuckets:
         url = f"{self._endpoint}/buckets/{bucket_id}"
         if bucket_id in self._buckets:
             return JSONResponse({"error": "You already created this bucket", "url": url}, 409)
-        await asyncio.to_thread(self._make, request.path_params["name"])
+        await asyncio.to_thread(self._make, bucket_id)
         body = await request.json()
         self._buckets[bucket_id] = HubBucket(bucket_id, bool(body.get("private")), str(timestamp(now())))
         return JSONResponse({"url": url})
 
-    def _make(self, name: str) -> None:
-        client = self._open(name)._client
+    def _make(self, bucket_id: str) -> None:
         try:
-            if not client.bucket_exists(name):
-                client.make_bucket(name)
-        except ValueError as error:  # S3 has rules for names of its own
+            self._open(bucket_id).create()
+        except (ValueError, BucketError) as error:  # S3 has rules for names of its own
             raise BadRequest(str(error)) from error
 
-    def _open(self, name: str) -> Bucket:
-        return Bucket(replace(self._settings, url=f"s3://{name}"))
+    def _open(self, bucket_id: str) -> Bucket:
+        return Bucket(in_s3(self._settings, bucket_id))
 
     async def info(self, request: Request) -> Response:
         """One bucket."""
@@ -141,7 +141,7 @@ class HubBuckets:
         delete = [op["path"] for op in operations if op["type"] == "deleteFile"]
         if len(add) + len(delete) != len(operations):
             raise BadRequest("only addFile and deleteFile are supported here")
-        sizes = await asyncio.to_thread(self._store, bucket.id.rpartition("/")[2], add, delete)
+        sizes = await asyncio.to_thread(self._store, bucket.id, add, delete)
         missing = [path for path in add if path not in sizes]
         for path, size in sizes.items():
             mtime = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(add[path]["mtime"] / 1000))
@@ -159,10 +159,10 @@ class HubBuckets:
         answer = {"success": not failed, "processed": len(operations), "failed": failed}
         return JSONResponse(answer, 422 if failed and not sizes else 200)
 
-    def _store(self, name: str, add: dict[str, dict[str, Any]], delete: list[str]) -> dict[str, int]:
+    def _store(self, bucket_id: str, add: dict[str, dict[str, Any]], delete: list[str]) -> dict[str, int]:
         """Put the files into S3; returns path -> size of those whose content was found."""
         sizes: dict[str, int] = {}
-        bucket = self._open(name)
+        bucket = self._open(bucket_id)
         with tempfile.TemporaryDirectory(dir=self._directory.parent) as scratch:
             wanted = {op["xetHash"]: str(Path(scratch, op["xetHash"])) for op in add.values()}
             for index, store in enumerate(reversed(self._stores)):

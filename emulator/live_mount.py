@@ -13,9 +13,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
-
-from minio import Minio
 
 from jobs.bucket import Bucket, BucketSettings
 
@@ -76,31 +73,16 @@ class LiveMount:
     def __init__(
         self, settings: BucketSettings, directory: Path, writable: bool, lag_s: float = LAG_S, seed: int = 0
     ) -> None:
-        where, endpoint = urlsplit(settings.url), urlsplit(settings.endpoint)
         self.directory = directory
         self.writable = writable
         self._bucket = Bucket(settings)
-        self._name = where.netloc
-        self._folder = f"{where.path.strip('/')}/".lstrip("/")
-        self._client = Minio(
-            endpoint.netloc,
-            settings.access_key,
-            settings.secret_key,
-            secure=endpoint.scheme == "https",
-            region=settings.region,
-        )
         draw = random.Random(seed)
         self._arrivals = Arrivals(lambda: lag_s * draw.uniform(1 - SPREAD, 1 + SPREAD))
         self._known: Snapshot = {}
         self._last: Snapshot = {}
 
     def _list(self) -> dict[str, str]:
-        objects = self._client.list_objects(self._name, prefix=self._folder, recursive=True)
-        return {
-            object.object_name.removeprefix(self._folder): str(object.etag)
-            for object in objects
-            if object.object_name and not object.object_name.endswith("/")
-        }
+        return {path: etag for path, etag in self._bucket.etags("").items() if not path.endswith("/")}
 
     def fill(self) -> int:
         """Show everything there is, at once: the mount is new. Returns the number of files."""

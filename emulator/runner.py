@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from minio.error import MinioException
 from urllib3.exceptions import HTTPError
 
 from emulator import job_environment, ports
@@ -157,7 +156,7 @@ class Runner:
         try:
             if (devices := await self._place(running)) is not None:
                 job.finish(*await self._mounted(running, image, devices))
-        except (CannotStart, NoSuchVolume, AsyncgrpoError, MinioException, HTTPError) as error:
+        except (CannotStart, NoSuchVolume, AsyncgrpoError, HTTPError) as error:
             job.finish(Stage.ERROR, f"Job failed to start: {error}")
         except asyncio.CancelledError:
             job.finish(Stage.CANCELED, "the emulator ended")
@@ -216,7 +215,7 @@ class Runner:
                 except asyncio.CancelledError:
                     await asyncio.wait([step])
                     raise
-                except (AsyncgrpoError, MinioException, HTTPError) as error:  # away or throttled: it lags more
+                except (AsyncgrpoError, HTTPError) as error:  # away or throttled: it lags more
                     log.info("mount %s: %s", mount.directory, error)
 
     async def _attempts(

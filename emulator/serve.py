@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -29,8 +30,8 @@ from typing import Any, TypeVar
 import uvicorn
 import uvloop
 
-from emulator import reaper
-from emulator.bucket import MotoServer
+from emulator import reaper, tls
+from emulator.bucket import BucketServer, MotoServer
 from emulator.gateway import BODY_LIMIT_BYTES, Gateway
 from emulator.hub import QUOTA_CALLS, Hub
 from emulator.hub_buckets import HubBuckets
@@ -59,16 +60,18 @@ class DidNotStart(RuntimeError):
 class Emulator:
     """A local Hub with its bucket. Several can run side by side; each has its own ports, token, bucket and files.
 
-    `bucket` is an S3 bucket that exists, or None for a fresh moto server. `devices` are CUDA devices that GPU Jobs
-    share; without any, GPU Jobs run on the CPU. `logs` is where the Jobs' logs are kept; they are temporary otherwise.
-    `repositories` maps "model:org/name" to a local directory for volumes of that type. `mount_lag_s` is how late, on
-    the mean, a mounted bucket shows what others wrote.
+    `bucket` is an S3 bucket that exists, or a server to start; moto as strict as the Hub's gateway if left out. With
+    `https`, Hub, exposed ports and the bucket's server speak HTTPS, under an authority that the Jobs trust. `devices`
+    are CUDA devices that GPU Jobs share; without any, GPU Jobs run on the CPU. `logs` is where the Jobs' logs are kept;
+    they are temporary otherwise. `repositories` maps "model:org/name" to a local directory for volumes of that type.
+    `mount_lag_s` is how late, on the mean, a mounted bucket shows what others wrote.
     """
 
     def __init__(
         self,
         *,
-        bucket: BucketSettings | None = None,
+        bucket: BucketSettings | BucketServer | None = None,
+        https: bool = False,
         devices: Iterable[str] = (),
         cpu_jobs: int = CPU_JOBS,
         logs: Path | None = None,
@@ -84,8 +87,15 @@ class Emulator:
         self.mark = secrets.token_hex(16)
         self.owner = Owner(NAMESPACE, secrets.token_hex(12))
         self.endpoint = ""
-        self.moto: MotoServer | None = None if bucket else MotoServer(mark={reaper.MARK: self.mark})
-        self._bucket = bucket
+        self.certificate: tls.Certificate | None = None
+        self.server: BucketServer | None = None
+        self._bucket: BucketSettings | None = None
+        if isinstance(bucket, BucketSettings):
+            self._bucket = bucket
+        else:
+            self.server = bucket or MotoServer()
+            self.server.mark = {reaper.MARK: self.mark}
+        self._https = https
         self._slots = Slots(cpu_jobs, devices)
         self._logs = logs
         self._images = images
@@ -123,9 +133,12 @@ class Emulator:
         self._reaper = self._start_reaper()
         self._tell({"directory": str(self.root)})
         try:
-            if self.moto:
-                self._bucket = self.moto.start()
-                self._tell({"group": self.moto.process.pid})
+            if self._https:
+                self.certificate = tls.issue(self.root / "tls")
+            if self.server:
+                self.server.certificate = self.certificate
+                self._bucket = self.server.start()
+                self._tell({"group": self.server.process.pid})
             self._loop = uvloop.new_event_loop()
             # A daemon: if `stop` is never called, this process can end nevertheless, and the reaper does the rest.
             self._thread = threading.Thread(target=self._serve, name="emulator", daemon=True)
@@ -147,8 +160,8 @@ class Emulator:
             self._thread.join(self._grace_s + STOP_MARGIN_S)
             self._thread = None
             self._left = self.orphans()
-        if self.moto and hasattr(self.moto, "process"):
-            self.moto.stop()
+        if self.server and hasattr(self.server, "process"):
+            self.server.stop()
         if self._reaper.stdin and not self._reaper.stdin.closed:
             self._reaper.stdin.close()
             self._reaper.wait()
@@ -159,8 +172,13 @@ class Emulator:
         """Living processes of this emulator's Jobs; after `stop`, what it found still alive at the end."""
         if self._thread is None:
             return self._left
-        bucket = self.moto.process.pid if self.moto else None
+        bucket = self.server.process.pid if self.server else None
         return [pid for pid in reaper.marked(self.mark) if pid != bucket]
+
+    @property
+    def moto(self) -> MotoServer | None:
+        """The bucket's server if it is one that can be told to misbehave."""
+        return self.server if isinstance(self.server, MotoServer) else None
 
     def environment(self) -> dict[str, str]:
         """The variables that point `huggingface_hub`, the `hf` command, S3 clients and asyncgrpo's launcher here."""
@@ -169,6 +187,7 @@ class Emulator:
             "HF_TOKEN": self.token,
             **self.bucket.environment(),
             **self.bucket.secrets(),
+            **(self.certificate.environment() if self.certificate else {}),
         }
 
     @property
@@ -224,10 +243,16 @@ class Emulator:
 
     async def _main(self) -> None:
         listener = socket.create_server((LOOPBACK, self._port))
-        self.endpoint = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
+        trusted = self.certificate
+        self.endpoint = f"{'https' if trusted else 'http'}://{LOOPBACK}:{listener.getsockname()[1]}"
         logs = self._logs or self.root / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        self.gateway = Gateway(self.token, self._body_limit_bytes)
+        self.gateway = Gateway(self.token, self._body_limit_bytes, trusted.server_context() if trusted else None)
+        more = trusted.environment() if trusted else {}
+        images = {
+            pattern: replace(image, environment={**more, **image.environment})
+            for pattern, image in self._images.items()
+        }
         self.runner = Runner(
             self.root,
             logs,
@@ -236,7 +261,7 @@ class Emulator:
             self._slots,
             self.mark,
             self._report,
-            self._images,
+            images,
             self._grace_s,
         )
         buckets = HubBuckets(self.bucket, self.root / "xet", self.endpoint)
@@ -251,6 +276,8 @@ class Emulator:
                 proxy_headers=False,
                 server_header=False,
                 timeout_graceful_shutdown=1,
+                ssl_certfile=trusted.chain if trusted else None,
+                ssl_keyfile=trusted.key if trusted else None,
             )
         )
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from emulator.jobs_state import Volume
 from emulator.live_mount import LAG_S, LiveMount
@@ -14,6 +15,18 @@ from jobs.bucket import BucketSettings
 
 class NoSuchVolume(LookupError):
     """The bucket, repository or folder to be mounted does not exist: the Hub fails such a Job."""
+
+
+def in_s3(settings: BucketSettings, source: str) -> BucketSettings:
+    """Where the Hub's bucket `namespace/name` lies in S3.
+
+    In the manner of the Hub's own gateway the namespace is the endpoint's path; other stores have no namespaces.
+    """
+    namespace, _, name = source.rpartition("/")
+    endpoint = urlsplit(settings.endpoint)
+    if namespace and endpoint.path.strip("/"):
+        endpoint = endpoint._replace(path=f"/{namespace}")
+    return replace(settings, url=f"s3://{name}", endpoint=endpoint.geturl())
 
 
 class Volumes:
@@ -35,9 +48,8 @@ class Volumes:
                 raise NoSuchVolume(f"{volume.type} {volume.source}: not found")
             shutil.copytree(source / (volume.path or ""), directory)
             return None
-        # A bucket of the Hub is `namespace/name`; in the S3 gateway the namespace is part of the endpoint.
-        name = volume.source.rpartition("/")[2]
-        where = replace(self.bucket, url=f"s3://{name}/{volume.path or ''}".rstrip("/"))
+        where = in_s3(self.bucket, volume.source)
+        where = replace(where, url=f"{where.url}/{volume.path or ''}".rstrip("/"))
         mount = LiveMount(where, directory, volume.writable, self.lag_s, seed)
         if not mount.fill() and volume.path:
             raise NoSuchVolume(f"bucket {volume.source}: no folder {volume.path!r}")

@@ -8,6 +8,7 @@ PUT: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.ht
 import logging
 import os
 import random
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -38,6 +39,17 @@ MULTIPART_BYTES = 64 << 20
 _THROTTLED = {"SlowDown", "ServiceUnavailable", "RequestLimitExceeded", "TooManyRequests", "Throttling"}
 _PASSING = _THROTTLED | {"InternalError", "RequestTimeout", "ConditionalRequestConflict", "OperationAborted"}
 _FAILED_CONDITION = {"PreconditionFailed", "412"}
+_TAKEN = {"BucketAlreadyOwnedByYou", "BucketAlreadyExists"}
+_FIXES = {
+    "AuthorizationHeaderMalformed": "Set AWS_REGION to the bucket's region.",
+    "RequestTimeTooSkewed": "Set this machine's clock.",
+    "SignatureDoesNotMatch": "Check AWS_SECRET_ACCESS_KEY.",
+    "InvalidAccessKeyId": "Check AWS_ACCESS_KEY_ID, and that AWS_ENDPOINT_URL is the store it is for.",
+    "InvalidToken": "Check AWS_SESSION_TOKEN: temporary keys are good with their token only.",
+    "ExpiredToken": "Get new temporary keys.",
+    "NoSuchBucket": "Make the bucket, or check ASYNCGRPO_BUCKET.",
+}
+"""What helps against an S3 error that another try does not mend."""
 
 T = TypeVar("T")
 
@@ -52,6 +64,8 @@ class BucketSettings:
     secret_key: str = field(repr=False)
     session_token: str | None = field(default=None, repr=False)
     region: str = "us-east-1"
+    ca_file: str | None = None
+    """PEM file of the authorities that the endpoint's certificate is checked against; None: those of `certifi`."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "BucketSettings":
@@ -72,11 +86,13 @@ class BucketSettings:
             secret_key=environ["AWS_SECRET_ACCESS_KEY"],
             session_token=environ.get("AWS_SESSION_TOKEN") or None,
             region=environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1",
+            ca_file=environ.get("AWS_CA_BUNDLE") or environ.get("SSL_CERT_FILE") or None,
         )
 
     def environment(self) -> dict[str, str]:
         """The variables of `from_env` that hold no secret."""
-        return {"ASYNCGRPO_BUCKET": self.url, "AWS_ENDPOINT_URL": self.endpoint, "AWS_REGION": self.region}
+        where = {"ASYNCGRPO_BUCKET": self.url, "AWS_ENDPOINT_URL": self.endpoint, "AWS_REGION": self.region}
+        return where | ({"AWS_CA_BUNDLE": self.ca_file} if self.ca_file else {})
 
     def secrets(self) -> dict[str, str]:
         """The variables of `from_env` that do."""
@@ -116,7 +132,8 @@ class Bucket:
                 timeout=urllib3.Timeout(connect=CONNECT_S, read=READ_S),
                 maxsize=16,
                 retries=False,
-                ca_certs=os.environ.get("SSL_CERT_FILE") or certifi.where(),
+                # Not `ca_certs`: the file would be read again for every connection (60 ms measured).
+                ssl_context=ssl.create_default_context(cafile=settings.ca_file or certifi.where()),
             ),
         )
 
@@ -124,6 +141,17 @@ class Bucket:
     def from_env(cls, environ: Mapping[str, str], retry_s: float = RETRY_S) -> "Bucket":
         """The bucket that the environment names. See `BucketSettings.from_env`."""
         return cls(BucketSettings.from_env(environ), retry_s)
+
+    def create(self) -> None:
+        """Makes the bucket itself, if it is not there."""
+        region = self.settings.region
+        place = f"<LocationConstraint>{region}</LocationConstraint>" if region not in ("us-east-1", "auto") else ""
+        body = f"<CreateBucketConfiguration>{place}</CreateBucketConfiguration>".encode() if place else None
+        try:
+            self._retried(lambda: self._execute_on_bucket("PUT", body=body), f"create {self.settings.url}")
+        except S3Error as error:
+            if error.code not in _TAKEN:
+                raise
 
     def put(self, key: str, data: bytes) -> None:
         """Writes an object, over an older one if there is any."""
@@ -138,8 +166,11 @@ class Bucket:
         return self._conditional(key, data, {"If-None-Match": "*"})
 
     def put_if(self, key: str, data: bytes, etag: str) -> bool:
-        """Writes an object over the one with this `etag`; False if it has changed since."""
-        return self._conditional(key, data, {"If-Match": etag})
+        """Writes an object over the one with this `etag`; False if it has changed since, or is gone."""
+        try:
+            return self._conditional(key, data, {"If-Match": etag})
+        except NotFound:
+            return False
 
     def get(self, key: str) -> bytes:
         """The object's bytes.
@@ -196,24 +227,27 @@ class Bucket:
             part.unlink(missing_ok=True)
 
     def list(self, prefix: str) -> list[str]:
-        """All keys that start with `prefix`, sorted. Goes on while a page says it is truncated, be it empty."""
-        keys: list[str] = []
+        """All keys that start with `prefix`, sorted."""
+        return sorted(self.etags(prefix))
+
+    def etags(self, prefix: str) -> dict[str, str]:
+        """The same keys with their etags. Goes on while a page says it is truncated, be it empty."""
+        etags: dict[str, str] = {}
         token: str | None = None
         below = "/".join(self._root[-self._below_bucket :]) + "/" if self._below_bucket else ""
-        bucket, name = self._root[0], "/".join(self._root[1 : len(self._root) - self._below_bucket]) or None
         while True:
             query: dict[str, Any] = {"list-type": "2", "prefix": below + prefix, "encoding-type": "url"}
             if token:
                 query["continuation-token"] = token
 
             def page(query: dict[str, Any] = query) -> Any:
-                return self._client._execute("GET", bucket, name, query_params=query)
+                return self._execute_on_bucket("GET", query_params=query)
 
             response = self._retried(page, f"list {prefix}")
             objects, truncated, token, _ = parse_list_objects(response)
-            keys += [entry.object_name.removeprefix(below) for entry in objects if entry.object_name]
+            etags |= {each.object_name.removeprefix(below): str(each.etag) for each in objects if each.object_name}
             if not (truncated and token):
-                return sorted(keys)
+                return etags
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects; a key that is not there is no error."""
@@ -222,14 +256,21 @@ class Bucket:
 
     def _place(self, key: str) -> tuple[str, str]:
         parts = key.split("/")
-        if not key or any(part in ("", ".", "..") for part in parts):
-            raise BucketError(f"key {key!r}: a key has non-empty parts between '/', none of them '.' or '..'.")
+        # SeaweedFS, as an example, keeps a backslash as a slash: two keys would be one object.
+        if not key or "\\" in key or any(part in ("", ".", "..") for part in parts):
+            raise BucketError(
+                f"key {key!r}: a key has non-empty parts between '/', none of them '.' or '..', and no backslash."
+            )
         whole = [*self._root, *parts]
         return whole[0], "/".join(whole[1:])
 
     def _send(self, method: str, key: str, **kwargs: Any) -> Any:
         bucket, name = self._place(key)
         return self._client._execute(method, bucket, name, **kwargs)
+
+    def _execute_on_bucket(self, method: str, **kwargs: Any) -> Any:
+        bucket, *more = self._root[: len(self._root) - self._below_bucket]
+        return self._client._execute(method, bucket, "/".join(more) or None, **kwargs)
 
     def _conditional(self, key: str, data: bytes, condition: dict[str, str]) -> bool:
         try:
@@ -265,16 +306,15 @@ class Bucket:
         if isinstance(error, S3Error):
             if error.code in ("NoSuchKey", "404"):
                 raise NotFound(what.partition(" ")[2]) from error
-            if error.code in _FAILED_CONDITION:
+            if error.code in _FAILED_CONDITION | _TAKEN:
                 raise error
             status = error.response.status if error.response else 0
             if error.code in _THROTTLED or status == 503:
                 with self._lock:
                     self.throttled += 1
-            elif error.code not in _PASSING and status < 500:
-                raise BucketError(
-                    f"{what}: the bucket at {self.settings.endpoint} refused it: {error.code}: {error.message}"
-                ) from error
+            elif error.code not in _PASSING and (status < 500 or status == 501):
+                words = f"{what}: the bucket at {self.settings.endpoint} refused it: {error.code}: {error.message}"
+                raise BucketError(f"{words} {_FIXES.get(str(error.code), '')}".rstrip()) from error
             return f"{error.code}: {error.message}"
         if isinstance(error, ServerError | InvalidResponseError):
             # Answers without an XML body: a HEAD-like 503, or a gateway's page in front of the store.

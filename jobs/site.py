@@ -11,7 +11,7 @@ from jobs.bucket import BucketSettings
 from jobs.errors import ConfigError
 
 HUB = "https://huggingface.co"
-LOCAL = "http://127.0.0.1:"
+LOCAL = ("http://127.0.0.1:", "https://127.0.0.1:")
 """How the stand-in's address starts."""
 POLL_S, LOCAL_POLL_S = 10.0, 0.5
 """The pace of following. The Hub allows 1,000 to 2,500 calls per 5 minutes; the stand-in has quota to spare."""

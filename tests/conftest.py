@@ -117,6 +117,11 @@ def moto_endpoint() -> Iterator[str]:
 @pytest.fixture
 def moto_bucket(moto_endpoint: str) -> MotoBucket:
     """Return a new bucket, unlike any other test's, with the environment that opens it."""
+    return new_bucket(moto_endpoint)
+
+
+def new_bucket(moto_endpoint: str) -> MotoBucket:
+    """Make a bucket on the moto server."""
     import boto3
 
     name = f"test-{next(BUCKETS)}"

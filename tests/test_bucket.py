@@ -1,15 +1,13 @@
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from jobs import bucket as bucket_module
 from jobs.bucket import Bucket, BucketSettings
-from jobs.errors import BucketError, ConfigError, NotFound
+from jobs.errors import BucketError, ConfigError
 from tests.conftest import MotoBucket
 
 SLOW_DOWN = (
@@ -17,75 +15,15 @@ SLOW_DOWN = (
 )
 
 
-@pytest.fixture(params=["", "/pre/fix"])
-def bucket(moto_bucket: MotoBucket, request: pytest.FixtureRequest) -> Bucket:
-    url = moto_bucket.environ["ASYNCGRPO_BUCKET"] + request.param
-    return Bucket.from_env({**moto_bucket.environ, "ASYNCGRPO_BUCKET": url}, retry_s=5)
+@pytest.fixture
+def bucket(moto_bucket: MotoBucket) -> Bucket:
+    return Bucket.from_env(moto_bucket.environ, retry_s=5)
 
 
-def test_put_get_list_delete(bucket: Bucket, tmp_path: Path) -> None:
-    bucket.put("runs/a/x", b"1")
-    (tmp_path / "file").write_bytes(b"22")
-    bucket.put_file("runs/a/y", tmp_path / "file")
-    bucket.put("runs/b/z", b"3")
-    assert bucket.list("runs/a/") == ["runs/a/x", "runs/a/y"]
-    bucket.get_file("runs/a/y", tmp_path / "deep" / "copy")
-    assert (tmp_path / "deep" / "copy").read_bytes() == b"22"
-    assert list((tmp_path / "deep").iterdir()) == [tmp_path / "deep" / "copy"]
-    bucket.delete(["runs/a/x", "runs/a/nothing"])
-    with pytest.raises(NotFound, match="runs/a/x"):
-        bucket.get("runs/a/x")
-    with pytest.raises(NotFound):
-        bucket.get_file("runs/a/x", tmp_path / "gone")
-    assert not (tmp_path / "gone").exists()
-
-
-def test_a_name_is_taken_once(bucket: Bucket) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        won = list(pool.map(lambda i: bucket.put_new("attempts/1", str(i).encode()), range(8)))
-    assert sum(won) == 1
-    assert bucket.get("attempts/1") == str(won.index(True)).encode()
-    assert bucket.put_new("attempts/1", str(won.index(True)).encode())  # a repeat whose first answer got lost
-
-
-def test_an_object_is_replaced_only_as_it_was_read(bucket: Bucket) -> None:
-    bucket.put("k", b"1")
-    _, etag = bucket.get_tagged("k")
-    assert bucket.put_if("k", b"2", etag)
-    assert not bucket.put_if("k", b"3", etag)
-    assert bucket.get("k") == b"2"
-
-
-@pytest.mark.parametrize("name", ["a b", "a+b", "a%2Bb", "a%20b", "a#b", "a?b", "a=b", "\u00fc", "u\u0308", "~a*'()"])
-def test_a18_a_key_comes_back_as_it_is(bucket: Bucket, name: str) -> None:
-    others = ["a b", "a+b", "a%2Bb", "a%20b", "\u00fc", "u\u0308"]
-    for other in others:
-        bucket.put(f"k/{other}", other.encode())
-    bucket.put(f"k/{name}", name.encode())
-    assert bucket.get(f"k/{name}") == name.encode()
-    assert set(bucket.list("k/")) == {f"k/{each}" for each in {*others, name}}
-    bucket.delete([f"k/{name}"])
-    assert f"k/{name}" not in bucket.list("k/")
-
-
-@pytest.mark.parametrize("key", ["", "a//b", "/a", "a/", "a/../b", "."])
+@pytest.mark.parametrize("key", ["", "a//b", "/a", "a/", "a/../b", ".", "a\\b"])
 def test_a18_a_key_that_would_alias_is_refused(bucket: Bucket, key: str) -> None:
     with pytest.raises(BucketError, match="non-empty parts"):
         bucket.put(key, b"")
-
-
-def test_a17_more_than_a_page_of_keys_is_listed_and_deleted(
-    moto_bucket: MotoBucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from moto import settings
-
-    monkeypatch.setattr(settings, "get_s3_default_max_keys", lambda: 40)
-    bucket = Bucket.from_env(moto_bucket.environ)
-    for i in range(101):
-        bucket.put(f"many/{i:04}", b"")
-    assert len(bucket.list("many/")) == 101
-    bucket.delete(bucket.list("many/"))
-    assert bucket.list("many/") == []
 
 
 def test_a17_an_empty_page_that_says_there_is_more_is_not_the_end(store: str) -> None:
@@ -102,16 +40,6 @@ def test_a17_an_empty_page_that_says_there_is_more_is_not_the_end(store: str) ->
     Store.script = [page(["a"], "t1"), page([], "t2"), page(["b%2Bc"], "")]
     assert Bucket(settings(store)).list("") == ["a", "b+c"]
     assert ["continuation-token=t" in path for path in Store.paths] == [False, True, True]
-
-
-def test_large_files_go_in_parts(moto_bucket: MotoBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_module, "MULTIPART_BYTES", 5 << 20)
-    data = bytes(range(256)) * (11 << 12)
-    (tmp_path / "large").write_bytes(data)
-    bucket = Bucket.from_env(moto_bucket.environ)
-    bucket.put_file("large", tmp_path / "large")
-    assert bucket.get("large") == data
-    assert bucket.get_tagged("large")[1].endswith('-3"')  # the etag of three parts
 
 
 class Store(BaseHTTPRequestHandler):

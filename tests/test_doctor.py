@@ -46,8 +46,10 @@ def test_all_is_well(emulator: Emulator) -> None:
 
 
 def test_a20_the_effective_addressing_style_and_region_are_shown(emulator: Emulator) -> None:
-    shown = findings(emulator, AWS_REGION="eu-central-1")["bucket"]
-    assert shown.ok and "path style, region eu-central-1" in shown.detail
+    shown = findings(emulator)["bucket"]
+    assert shown.ok and "path style, region us-east-1" in shown.detail
+    wrong = findings(emulator, AWS_REGION="eu-central-1")["bucket"]
+    assert not wrong.ok and "region eu-central-1" in wrong.detail and "expecting 'us-east-1'" in wrong.detail
 
 
 @pytest.mark.parametrize(("skew_s", "ok"), [(0, True), (-300, False), (300, False)])

@@ -46,7 +46,7 @@ def test_content_that_was_never_uploaded_is_a_failure(emulator, api):
 
 
 def test_a_name_that_s3_does_not_take(api):
-    with pytest.raises(BadRequestError, match="bucket name"):
+    with pytest.raises(BadRequestError, match="InvalidBucketName"):
         api.create_bucket("local/f")
 
 
