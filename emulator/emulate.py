@@ -21,8 +21,9 @@ from jobs.bucket import BucketSettings
 from jobs.cache import cache_dir
 from jobs.errors import AsyncgrpoError, ConfigError
 from jobs.interrupts import INTERRUPTED, interruptible
+from jobs.labels import run_name
 from jobs.launch import Glance, Launch
-from jobs.names import check_run_name
+from jobs.plan import resolve
 from jobs.recipe import Recipe
 from jobs.site import Site
 from jobs.spec import Engine
@@ -62,9 +63,11 @@ def emulate(options: Options) -> int:
     logs.to_stderr(logging.WARNING)
     chosen = _recipe(options)
     faults = parse(options.faults or "")
-    run = check_run_name(options.run_name or f"{chosen.name}-{time.strftime('%m%d-%H%M%S')}".lower())
+    wanted = options.run_name or f"{chosen.name}-{time.strftime('%m%d-%H%M%S')}".lower()
+    if (run := run_name(wanted)) != wanted:
+        click.echo(f"--run {wanted!r} is no run's name: it is called {run}", err=True)
     bucket = _bucket(options.bucket)
-    preflight.check(chosen, local=True)
+    preflight.check(resolve(chosen), local=True)
     folder = Path("runs", run)
     if (folder / "summary.json").exists():
         raise ConfigError(f"{folder} already holds a finished run: choose another name with --run.")

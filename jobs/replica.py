@@ -23,6 +23,7 @@ from jobs import bundle, lease, model_fetch, processes
 from jobs.bucket import Bucket
 from jobs.errors import ConfigError, RunFailed
 from jobs.leader import StandIn
+from jobs.plan import resolve
 from jobs.roster import replica_key
 from jobs.spec import VLLM_SERVER, RunSpec
 
@@ -90,18 +91,8 @@ def places(engines: int, environ: Mapping[str, str], gpus: list[str], tensor_par
 
 def engine_command(spec: RunSpec, place: Place, model: str, replica: int, python: str = sys.executable) -> list[str]:
     """The command line of one engine: vLLM's flags from the recipe, and what a replica needs on top."""
-    recipe = spec.recipe
-    flags: dict[str, Any] = {
-        "dtype": recipe.model.dtype,
-        "enable_lora": True,
-        "max_lora_rank": 16,
-        "max_loras": recipe.trainer.get("max_staleness", 4) + 2,
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
-        **recipe.replica.vllm,
-    }
-    # Evicted adapters are read again from disk: many kept in memory are cheaper.
-    flags.setdefault("max_cpu_loras", 4 * flags["max_loras"])
+    recipe = resolve(spec.recipe)
+    flags = dict(recipe.replica.vllm)
     if place.share > 1 and not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(flags):
         flags["gpu_memory_utilization"] = round(GPU_SHARE / place.share, 3)
     flags |= {

@@ -123,7 +123,7 @@ def test_the_command_has_the_recipes_flags_and_a_replicas() -> None:
 def test_flags_that_a_recipe_leaves_out_have_the_values_that_a_replica_needs() -> None:
     bare = spec("replica.vllm={}", "trainer.max_staleness=2")
     command = engine_command(bare, Place(0, "0.0.0.0", 8000), "m", replica=0)
-    expected = {"--max-loras": "4", "--max-cpu-loras": "16", "--max-lora-rank": "16", "--dtype": "float32"}
+    expected = {"--max-loras": "4", "--max-cpu-loras": "16", "--max-lora-rank": "8", "--dtype": "float32"}
     assert {flag: value(command, flag) for flag in expected} == expected
 
 

@@ -117,7 +117,7 @@ WRONG = {
     ("digit", "--set", "lora.r=9"): "greater than max_lora_rank 8",
     ("digit", "--set", "replica.vllm.max_loras=5"): "max_loras = 5",
     ("digit", "--set", "reward.functions=['no.module:f']"): "no.module",
-    ("digit", "--run", "A b"): "1 to 63 characters",
+    ("digit", "--run", "!"): "1 to 63 characters",
     ("digit", "--faults", "explode"): "is unknown; nearest",
     ("digit", "--bucket", "ftp://x"): "--bucket ftp://x",
     ("digit", "--config", "missing.toml"): "missing.toml",
