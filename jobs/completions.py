@@ -86,7 +86,11 @@ class Completions:
                 "upstream_retries": counters.upstream_retries,
                 "cancelled": counters.cancelled,
             },
-            "routing": {**fractions, "tokens": {name: engine.tokens for name, engine in engines.items()}},
+            "routing": {
+                "decisions": decisions,
+                **fractions,
+                "tokens": {name: engine.tokens for name, engine in engines.items()},
+            },
             "engines": {
                 name: {
                     "in_flight": router.in_flight(name),

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jobs.tally import Tally
+
 State = Literal["starting", "training", "done", "preempted", "failed"]
 
 HISTORY = 2000
@@ -39,10 +41,29 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[tuple[int, float]] = field(default_factory=list)
     proxy: dict[str, Any] = field(default_factory=dict)
+    """The status of the proxy that runs now, or of the last one."""
+    before: dict[str, Any] = field(default_factory=lambda: Tally().to_dict())
+    """What the proxies before that one counted, in this attempt and in earlier ones (`jobs.tally`)."""
     proxy_restarts: int = 0
     reward_errors: int = 0
     """Samples whose reward raised; they count as None. `reward_error` is the last one's words."""
     reward_error: str | None = None
+
+    def resume(self, previous: Mapping[str, Any]) -> None:
+        """Goes on from what the attempt before this one last told."""
+        counted = Tally.from_dict(previous.get("before") or {}) + Tally.of_ended(previous.get("proxy") or {})
+        self.before = counted.to_dict()
+        self.first_step_at = previous.get("first_step_at")
+        self.history = [(step, reward) for step, reward in previous.get("history") or []]
+        self.proxy_restarts = previous.get("proxy_restarts", 0)
+        self.reward_errors, self.reward_error = previous.get("reward_errors", 0), previous.get("reward_error")
+
+    def see(self, proxy: dict[str, Any]) -> None:
+        """Takes the proxy's status; if it is another process than the last, that one's counts are kept."""
+        if self.proxy and self.proxy.get("boot_id") != proxy.get("boot_id"):
+            ended = Tally.of_ended(self.proxy).without_adapters()
+            self.before = (Tally.from_dict(self.before) + ended).to_dict()
+        self.proxy = proxy
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Takes one line of `metrics.jsonl`: the metrics of a step, or an event (see jobs.journal)."""
@@ -57,6 +78,8 @@ class Progress:
             self.first_step_at = float(row.get("time", self.updated_at))
         numbers = {k: float(v) for k, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         self.metrics |= numbers
+        while self.history and self.history[-1][0] >= self.step:  # done again from a checkpoint
+            self.history.pop()
         if (reward := numbers.get("reward")) is not None and reward == reward:
             self.history.append((self.step, reward))
             if len(self.history) > HISTORY:

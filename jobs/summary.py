@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jobs.spec import RunSpec
+from jobs.tally import Tally
 
 FIELDS = [
     "run",
@@ -48,6 +49,9 @@ FIELDS = [
 ]
 """Every field, in the order they are printed. One that does not apply is null."""
 
+FRACTIONS = ("affinity", "cold", "spilled")
+"""Fields that are numbers of decisions in a `Tally`."""
+
 
 def summary_key(run: str) -> str:
     """Key of the run's summary."""
@@ -55,17 +59,16 @@ def summary_key(run: str) -> str:
 
 
 def summarize(spec: RunSpec, progress: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The summary of a run from its metrics (one row a step, in order) and its last progress (with the proxy's status).
+    """The summary of a run from its metrics (one row a step, in order) and its last progress (with what the proxies
+    counted).
 
     What only the launcher knows (`wall_s`, `first_step_s`, `orphans`, ...) is null until it fills it in.
     """
     summary: dict[str, Any] = dict.fromkeys(FIELDS)
-    proxy = progress.get("proxy") or {}
-    completions, routing = proxy.get("completions") or {}, proxy.get("routing") or {}
+    tally = Tally.from_dict(progress.get("before") or {}) + Tally.of(progress.get("proxy") or {})
     rewards = _column(rows, "reward")
     tenth = max(1, len(rewards) // 10)
     ratios, syncs = _column(rows, "ratio"), _column(rows, "perf/weight_sync_s")
-    replicas = proxy.get("replicas") or []
     summary |= {
         "run": spec.run,
         "recipe": spec.recipe.name,
@@ -82,22 +85,12 @@ def summarize(spec: RunSpec, progress: Mapping[str, Any], rows: Sequence[Mapping
         "stale_dropped": _last(rows, "sample/dropped_stale_total"),
         "weight_sync_s_p50": statistics.median(syncs) if syncs else None,
         "weight_sync_s_max": max(syncs, default=None),
-        "generation_stall_s": proxy.get("generation_stall_s"),
-        "parked": completions.get("parked_total"),
-        "parked_s": completions.get("parked_s"),
-        "rollouts": completions.get("asked"),
-        "rollouts_lost": completions.get("lost"),
-        "rollouts_redispatched": completions.get("redispatched"),
-        "affinity": routing.get("affinity"),
-        "cold": routing.get("cold"),
-        "spilled": routing.get("spilled"),
-        "replica_tokens": routing.get("tokens"),
-        "adapters_published": proxy.get("adapters_published"),
-        "adapter_bytes": proxy.get("adapter_bytes"),
-        "replica_deaths": sum(replica.get("deaths") or 0 for replica in replicas) if replicas else None,
-        "replica_rejoins": sum(replica.get("rejoins") or 0 for replica in replicas) if replicas else None,
         "trainer_resumes": (progress.get("attempt") or 1) - 1,
     }
+    if progress.get("proxy"):
+        fractions = {name: getattr(tally, name) / tally.decisions for name in FRACTIONS if tally.decisions}
+        counted = {name: value for name, value in tally.to_dict().items() if name in FIELDS and name not in FRACTIONS}
+        summary |= counted | fractions
     return {name: _rounded(summary[name]) for name in FIELDS}
 
 

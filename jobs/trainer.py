@@ -23,7 +23,7 @@ from typing import Any
 
 from jobs import attempts, bundle, checkpoints, lease, model_fetch, processes
 from jobs.bucket import Bucket
-from jobs.errors import BucketError, RunFailed
+from jobs.errors import BucketError, NotFound, RunFailed
 from jobs.leader import StandIn
 from jobs.progress import Progress, metrics_key, progress_key
 from jobs.spec import RunSpec
@@ -67,6 +67,8 @@ class Supervisor:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         self.metrics_file = self.output_dir / "metrics.jsonl"
         self.progress = Progress(spec.run, attempt, int(spec.recipe.trainer.get("max_steps", 0)), time.time())
+        if attempt > 1:
+            self.progress.resume(_last_progress(bucket, spec.run))
         self.uploads = Uploads(bucket)
         self._listener = _listen()
         self._proxy: subprocess.Popen[bytes] | None = None
@@ -148,7 +150,7 @@ class Supervisor:
     def _report(self) -> None:
         self._read_metrics()
         if status := self._proxy_status():
-            self.progress.proxy = status
+            self.progress.see(status)
         self.progress.updated_at = time.time()
         self.uploads.put(progress_key(self.spec.run), json.dumps(self.progress.to_dict()).encode())
 
@@ -162,10 +164,14 @@ class Supervisor:
             if row.get("event") == "saved" and row["path"] not in self._saved:
                 self._saved.add(row["path"])
                 path = Path(row["path"])
-                self.uploads.call(
-                    f"checkpoint {path.name}", lambda p=path: checkpoints.upload(self.bucket, self.spec.run, p)
-                )
+                self.uploads.call(f"checkpoint {path.name}", lambda p=path: self._save(p))
         self._lines_read = len(lines)
+
+    def _save(self, checkpoint: Path) -> None:
+        """Uploads a checkpoint, and before it the metrics of the steps that a later attempt will not do again."""
+        whole_lines, newline, _ = self.metrics_file.read_bytes().rpartition(b"\n")
+        self.bucket.put(metrics_key(self.spec.run, self.attempt), whole_lines + newline)
+        checkpoints.upload(self.bucket, self.spec.run, checkpoint)
 
     def _proxy_status(self) -> dict[str, Any] | None:
         host, port = self._listener.getsockname()
@@ -322,6 +328,15 @@ class Uploads:
                 action()
             except (BucketError, OSError) as error:
                 log.error("%s was not written to the bucket: %s", name, error)
+
+
+def _last_progress(bucket: Bucket, run: str) -> dict[str, Any]:
+    """What the last attempt told; nothing if it ended before it could."""
+    try:
+        found: dict[str, Any] = json.loads(bucket.get(progress_key(run)))
+        return found
+    except NotFound:
+        return {}
 
 
 def _listen() -> socket.socket:

@@ -1,6 +1,8 @@
 import json
+from typing import Any
 
 from jobs.progress import HISTORY, Progress
+from jobs.tally import Tally
 
 
 def test_lines_of_metrics_become_progress() -> None:
@@ -26,3 +28,45 @@ def test_a_long_run_keeps_a_bounded_history_with_its_ends() -> None:
         progress.add({"step": step, "time": 1.0, "reward": 0.0})
     assert len(progress.history) <= HISTORY
     assert progress.history[-1][0] == 5 * HISTORY - 1 and progress.history[0][0] < 20
+
+
+def status(boot_id: str, asked: int, in_flight: int, adapters: int) -> dict[str, Any]:
+    return {
+        "boot_id": boot_id,
+        "completions": {"asked": asked, "in_flight": in_flight, "lost": 0, "redispatched": 1},
+        "adapters_published": adapters,
+    }
+
+
+def test_counts_add_up_over_proxies_and_attempts() -> None:
+    first = Progress("run", 1, 10, started_at=0.0)
+    for seen in (status("a", 5, 5, 1), status("a", 20, 4, 2), status("b", 7, 0, 3), status("b", 30, 6, 4)):
+        first.see(seen)
+    # Of the first proxy's 20 completions 4 were asked again; the second one knows of all adapters of the attempt.
+    told = Tally.from_dict(first.before) + Tally.of(first.proxy)
+    assert (told.rollouts, told.rollouts_redispatched, told.adapters_published) == (46, 2, 4)
+
+    second = Progress("run", 2, 10, started_at=0.0)
+    second.resume(json.loads(json.dumps(first.to_dict())))
+    second.see(status("c", 10, 1, 2))
+    told = Tally.from_dict(second.before) + Tally.of(second.proxy)
+    assert (told.rollouts, told.rollouts_redispatched, told.adapters_published) == (50, 3, 6)
+
+
+def test_an_attempt_goes_on_where_the_last_one_was() -> None:
+    first = Progress("run", 1, 10, started_at=0.0)
+    for step in range(1, 6):
+        first.add({"step": step, "time": 100.0 + step, "reward": step / 10})
+    second = Progress("run", 2, 10, started_at=0.0)
+    second.resume(json.loads(json.dumps(first.to_dict())))
+    assert (second.first_step_at, second.state, second.step) == (101.0, "starting", 0)
+    second.add({"step": 4, "time": 200.0, "reward": 0.9})
+    assert second.history == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.9)], "from the checkpoint of step 3"
+    assert second.first_step_at == 101.0
+
+
+def test_an_attempt_after_one_that_told_nothing() -> None:
+    progress = Progress("run", 2, 10, started_at=0.0)
+    progress.resume({})
+    progress.see(status("a", 5, 1, 1))
+    assert Tally.from_dict(progress.before) == Tally()

@@ -37,7 +37,7 @@ def test_figures_come_from_the_rows_and_the_proxy() -> None:
         "replicas": replicas,
         "generation_stall_s": 0.0,
         "completions": {"asked": 9, "lost": 0, "redispatched": 2, "parked_total": 3, "parked_s": 0.5},
-        "routing": {"affinity": 0.8, "cold": 0.15, "spilled": 0.05, "tokens": {"0": 10, "1": 11}},
+        "routing": {"decisions": 20, "affinity": 0.8, "cold": 0.2, "spilled": 0.05, "tokens": {"0": 10, "1": 11}},
         "adapters_published": 20,
         "adapter_bytes": 1000,
     }
@@ -48,5 +48,29 @@ def test_figures_come_from_the_rows_and_the_proxy() -> None:
     assert (summary["steps"], summary["stale_dropped"], summary["staleness_mean"]) == (20, 5.0, 2.0)
     assert (summary["rollouts"], summary["rollouts_lost"], summary["rollouts_redispatched"]) == (9, 0, 2)
     assert (summary["parked"], summary["parked_s"], summary["generation_stall_s"]) == (3, 0.5, 0.0)
-    assert summary["affinity"] + summary["cold"] + summary["spilled"] == pytest.approx(1.0)
+    assert (summary["affinity"], summary["cold"], summary["spilled"]) == pytest.approx((0.8, 0.2, 0.05))
+    assert (summary["adapters_published"], summary["adapter_bytes"]) == (20, 1000)
     assert (summary["replica_deaths"], summary["replica_rejoins"], summary["trainer_resumes"]) == (1, 1, 2)
+
+
+def test_figures_of_earlier_proxies_count() -> None:
+    before = {
+        "rollouts": 31,
+        "rollouts_lost": 1,
+        "parked_s": 1.5,
+        "replica_deaths": 1,
+        "decisions": 20,
+        "affinity": 10.0,
+        "cold": 10.0,
+        "replica_tokens": {"0": 5, "2": 7},
+    }
+    proxy = {
+        "completions": {"asked": 69, "lost": 0, "parked_s": 0.5},
+        "routing": {"decisions": 60, "affinity": 0.75, "cold": 0.25, "spilled": 0.0, "tokens": {"0": 10, "1": 11}},
+        "replicas": [{"deaths": 1, "rejoins": 2}],
+    }
+    summary = summarize(SPEC, {"attempt": 1, "proxy": proxy, "before": before}, [])
+    assert (summary["rollouts"], summary["rollouts_lost"], summary["parked_s"]) == (100, 1, 2.0)
+    assert (summary["affinity"], summary["cold"], summary["spilled"]) == pytest.approx((55 / 80, 25 / 80, 0.0))
+    assert (summary["replica_deaths"], summary["replica_rejoins"]) == (2, 2)
+    assert summary["replica_tokens"] == {"0": 15, "1": 11, "2": 7}
