@@ -1,7 +1,7 @@
 """Faults: a small language for what goes wrong in an emulated run, so that recovery can be seen and repeated.
 
     kill replica[1] at step 30; preempt trainer after 60s; kill proxy at step 10; bucket 503 5%; bucket lag 2.5s;
-    bucket away 60s at step 20
+    bucket away 60s at step 20; mount missing 30s
 
 `kill` is SIGKILL, `preempt` is SIGTERM. Pure: parsing, and which faults are due.
 """
@@ -24,6 +24,8 @@ KNOWN = (
     "hang replica[N] Ns after Ns",
     "bucket 503 P%",
     "bucket lag Ns",
+    "mount lag Ns",
+    "mount missing Ns",
     "bucket away Ns at step N",
     "bucket away Ns after Ns",
 )
@@ -39,7 +41,7 @@ _FORMS = [
     re.compile(rf"(?P<target>bucket) (?P<action>away) {_SECONDS.format('for')} {_WHEN}"),
 ]
 _RATE = re.compile(r"bucket 503 (?P<percent>[0-9]+(?:\.[0-9]+)?)\s*%")
-_LAG = re.compile(rf"bucket lag {_SECONDS.format('lag')}")
+_LAG = re.compile(rf"(?P<of>bucket lag|mount lag|mount missing) {_SECONDS.format('lag')}")
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,21 @@ class Fault:
 
 @dataclass(frozen=True)
 class Faults:
-    """All faults of a run: single events, and how badly the bucket behaves throughout."""
+    """All faults of a run: single events, and how badly bucket and mounts behave throughout (None: as they do anyway).
+
+    `mount_lag_s` is how late mounts are on the mean, `mount_missing_s` how long they take a missing name for missing.
+    """
 
     events: Sequence[Fault] = ()
     bucket_503: float = 0.0
     bucket_lag_s: float = 0.0
+    mount_lag_s: float | None = None
+    mount_missing_s: float | None = None
+
+    @property
+    def of_bucket(self) -> bool:
+        """Whether any of them is the bucket's server's."""
+        return bool(self.bucket_503 or self.bucket_lag_s) or any(event.target == "bucket" for event in self.events)
 
 
 def parse(spec: str) -> Faults:
@@ -75,19 +87,20 @@ def parse(spec: str) -> Faults:
     Raises:
         ConfigError: for the first one that has no known form, with the nearest and all known ones.
     """
-    events, rate, lag = [], 0.0, 0.0
+    events, rate = [], 0.0
+    lags: dict[str, float] = {}
     for text in (" ".join(part.split()) for part in re.split("[;,]", spec)):
         if not text:
             continue
         if match := _RATE.fullmatch(text):
             rate = float(match["percent"]) / 100
         elif match := _LAG.fullmatch(text):
-            lag = float(match["lag"])
+            lags[match["of"]] = float(match["lag"])
         else:
             events.append(_event(text))
     if not 0 <= rate < 1:
         raise ConfigError(f"--faults 'bucket 503 {rate:.0%}': at most 99 % of the answers can be errors.")
-    return Faults(tuple(events), rate, lag)
+    return Faults(tuple(events), rate, lags.get("bucket lag", 0.0), lags.get("mount lag"), lags.get("mount missing"))
 
 
 def _event(text: str) -> Fault:

@@ -1,17 +1,22 @@
 """A bucket's folder as a directory that follows it, late and in no order, as the Hub's mount does.
 
-Measured on the real one: a file is whole or absent; what another machine wrote is seen about 2.5 s later; the files of
-one directory come in any order, so a reader meets every mixture of old and new; empty directories do not travel. Here
-each change gets its own delay when it is first noticed. What the Job writes is uploaded once it stopped changing.
+Measured on the real one: a file is whole or absent; what another machine wrote is seen about 2.5 s later, and later
+still by who asked for it before it was there; the files of one directory come in any order, so a reader meets every
+mixture of old and new; a renamed directory is files that come and files that go; empty directories do not travel. Here
+each change gets its own delay when it is first noticed. What the Job writes is uploaded once it stopped changing, and
+lost if the Job is killed before.
+
+A directory cannot tell who looked a missing name up: every new name is taken for one that was asked for. Nor can it
+list less than it opens: the real one's listings are up to 10 s old (30 s on some versions), these are not.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.bucket import Bucket, BucketSettings
@@ -20,6 +25,8 @@ LAG_S = 2.5
 """Mean time until a change is seen (measured on the Hub's mount, 2026-09)."""
 SPREAD = 0.8
 """A delay is drawn from (1 - SPREAD) to (1 + SPREAD) times the mean."""
+MISSING_S = 1.0
+"""How long a looked-up name that was missing stays so (1 s since 2026-09, 30 s before)."""
 
 Stat = tuple[int, int]
 Snapshot = dict[str, Stat]
@@ -38,13 +45,30 @@ def snapshot(directory: Path) -> Snapshot:
     return found
 
 
+@dataclass(frozen=True)
+class Lag:
+    """How late a mount is: `mean_s` on the mean, and up to `missing_s` more for a name that was missing."""
+
+    mean_s: float = LAG_S
+    missing_s: float = MISSING_S
+
+    def draw(self, draw: random.Random, is_new: bool) -> float:
+        """Seconds until one change is seen."""
+        return self.mean_s * draw.uniform(1 - SPREAD, 1 + SPREAD) + is_new * draw.uniform(0, self.missing_s)
+
+
+LAG = Lag()
+"""The lag that was measured."""
+
+
 class Arrivals:
     """Which of the bucket's changes are to be shown by now. Pure: times come in, nothing is read or written.
 
-    `shown` is what the directory shows, path -> etag.
+    `delay_s` draws the delay of a change; it is told whether the name was missing. `shown` is what the directory shows,
+    path -> etag.
     """
 
-    def __init__(self, delay_s: Callable[[], float]) -> None:
+    def __init__(self, delay_s: Callable[[bool], float]) -> None:
         self.shown: dict[str, str] = {}
         self._delay_s = delay_s
         self._due: dict[str, tuple[str | None, float]] = {}
@@ -56,7 +80,7 @@ class Arrivals:
             if self.shown.get(path) == etag:
                 self._due.pop(path, None)
             elif path not in self._due or self._due[path][0] != etag:
-                self._due[path] = (etag, at + self._delay_s())
+                self._due[path] = (etag, at + self._delay_s(path not in self.shown))
         ripe = {path: etag for path, (etag, due) in self._due.items() if due <= at}
         for path, etag in ripe.items():
             del self._due[path]
@@ -71,13 +95,18 @@ class LiveMount:
     """One mounted folder: `s3://bucket/folder` of `settings` at `directory`. Its methods block; one at a time."""
 
     def __init__(
-        self, settings: BucketSettings, directory: Path, writable: bool, lag_s: float = LAG_S, seed: int = 0
+        self,
+        settings: BucketSettings,
+        directory: Path,
+        writable: bool,
+        lag: Lag,
+        seed: int = 0,
     ) -> None:
         self.directory = directory
         self.writable = writable
         self._bucket = Bucket(settings)
         draw = random.Random(seed)
-        self._arrivals = Arrivals(lambda: lag_s * draw.uniform(1 - SPREAD, 1 + SPREAD))
+        self._arrivals = Arrivals(lambda is_new: lag.draw(draw, is_new))
         self._known: Snapshot = {}
         self._last: Snapshot = {}
 
@@ -126,9 +155,8 @@ class LiveMount:
             if self._known.get(path) != stat and (not finished_only or self._last.get(path) == stat):
                 copy = self.directory.with_name(f"{self.directory.name}.copy")
                 shutil.copyfile(self.directory / path, copy)
-                self._bucket.put_file(path, copy)
-                # The etag of an object sent in one piece is its MD5, so what comes back is known to be our own.
-                self._arrivals.shown[path] = hashlib.md5(copy.read_bytes(), usedforsecurity=False).hexdigest()
+                # By its etag, what comes back is known to be our own.
+                self._arrivals.shown[path] = self._bucket.put_file(path, copy)
                 self._known[path] = stat
                 copy.unlink()
         for path in self._known.keys() - present.keys():

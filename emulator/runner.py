@@ -30,6 +30,9 @@ MOUNT_POLL_S = 0.5
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL. Shorter than a cluster's usual 30 s: what relies on more must fail here."""
 
+KILLED = 128 + signal.SIGKILL
+"""Exit code of a Job that was killed, as a shell tells it."""
+
 Outcome = tuple[Stage, str | None]
 """How a Job ended: its last stage and the message that goes with it."""
 
@@ -42,6 +45,8 @@ class Running:
     log: JobLog
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     process: JobProcess | None = None
+    killed: bool = False
+    """Whether SIGKILL ended its last process: what its mounts had not uploaded by then is lost."""
     routes: dict[int, Route] = field(default_factory=dict)
     binds: dict[int, int] = field(default_factory=dict)
     """Exposed port -> local port the Job is asked to bind instead."""
@@ -181,7 +186,7 @@ class Runner:
         return None
 
     async def _mounted(self, running: Running, image: Image, devices: tuple[str, ...]) -> Outcome:
-        """Run it between filling and emptying its volumes; what it wrote is in the bucket when it is over."""
+        """Run it between filling and emptying its volumes; what it wrote is in the bucket when it has ended well."""
         job, spec = running.job, running.job.spec
         places = Places(self.root / job.id)
         await asyncio.to_thread(places.make, image)
@@ -200,7 +205,7 @@ class Runner:
         finally:
             following.cancel()
             await asyncio.wait([following])  # a step under way is finished before the last one
-            for mount in live:
+            for mount in live if not running.killed else ():
                 await asyncio.to_thread(mount.flush)
             await asyncio.to_thread(shutil.rmtree, places.root, True)
 
@@ -254,6 +259,7 @@ class Runner:
             if not ended.done():
                 await process.stop(self.grace_s)
             code = await ended
+            running.killed = code == KILLED
             return None if late else code
         finally:
             cancelled.cancel()

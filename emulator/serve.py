@@ -37,7 +37,7 @@ from emulator.hub import QUOTA_CALLS, Hub
 from emulator.hub_buckets import HubBuckets
 from emulator.job_environment import IMAGES, Image
 from emulator.jobs_state import Owner
-from emulator.live_mount import LAG_S
+from emulator.live_mount import LAG, Lag
 from emulator.ports import LOOPBACK
 from emulator.runner import GRACE_S, Runner
 from emulator.slots import Slots
@@ -64,7 +64,7 @@ class Emulator:
     `https`, Hub, exposed ports and the bucket's server speak HTTPS, under an authority that the Jobs trust. `devices`
     are CUDA devices that GPU Jobs share; without any, GPU Jobs run on the CPU. `logs` is where the Jobs' logs are kept;
     they are temporary otherwise. `repositories` maps "model:org/name" to a local directory for volumes of that type.
-    `mount_lag_s` is how late, on the mean, a mounted bucket shows what others wrote.
+    `lag` is how late a mounted bucket shows what others wrote.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Emulator:
         grace_s: float = GRACE_S,
         body_limit_bytes: int = BODY_LIMIT_BYTES,
         quota_calls: int = QUOTA_CALLS,
-        mount_lag_s: float = LAG_S,
+        lag: Lag = LAG,
         port: int = 0,
     ) -> None:
         self.token = f"hf_{secrets.token_hex(17)}"
@@ -103,7 +103,7 @@ class Emulator:
         self._grace_s = grace_s
         self._body_limit_bytes = body_limit_bytes
         self._quota_calls = quota_calls
-        self._mount_lag_s = mount_lag_s
+        self._lag = lag
         self._port = port
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
@@ -257,7 +257,7 @@ class Emulator:
             self.root,
             logs,
             self.gateway,
-            Volumes(self.bucket, self._repositories, self._mount_lag_s),
+            Volumes(self.bucket, self._repositories, self._lag),
             self._slots,
             self.mark,
             self._report,

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from emulator.jobs_state import Volume
-from emulator.live_mount import LAG_S, LiveMount
+from emulator.live_mount import Lag, LiveMount
 from jobs.bucket import BucketSettings
 
 
@@ -30,12 +30,12 @@ def in_s3(settings: BucketSettings, source: str) -> BucketSettings:
 
 
 class Volumes:
-    """Mounts volumes. `repositories` maps "model:org/name" to a local directory; `lag_s` is the buckets' mean delay."""
+    """Mounts volumes. `repositories` maps "model:org/name" to a local directory; `lag` is the buckets'."""
 
-    def __init__(self, bucket: BucketSettings, repositories: Mapping[str, Path], lag_s: float = LAG_S) -> None:
+    def __init__(self, bucket: BucketSettings, repositories: Mapping[str, Path], lag: Lag) -> None:
         self.bucket = bucket
         self.repositories = repositories
-        self.lag_s = lag_s
+        self.lag = lag
 
     def mount(self, volume: Volume, directory: Path, seed: int = 0) -> LiveMount | None:
         """Make `directory` show a volume; a bucket's goes on with the returned mount's `step` and `flush`.
@@ -50,7 +50,7 @@ class Volumes:
             return None
         where = in_s3(self.bucket, volume.source)
         where = replace(where, url=f"{where.url}/{volume.path or ''}".rstrip("/"))
-        mount = LiveMount(where, directory, volume.writable, self.lag_s, seed)
+        mount = LiveMount(where, directory, volume.writable, self.lag, seed)
         if not mount.fill() and volume.path:
             raise NoSuchVolume(f"bucket {volume.source}: no folder {volume.path!r}")
         return mount

@@ -153,9 +153,10 @@ class Bucket:
             if error.code not in _TAKEN:
                 raise
 
-    def put(self, key: str, data: bytes) -> None:
-        """Writes an object, over an older one if there is any."""
-        self._retried(lambda: self._send("PUT", key, body=data), f"put {key}")
+    def put(self, key: str, data: bytes) -> str:
+        """Writes an object, over an older one if there is any; returns its etag, as `etags` lists it."""
+        response = self._retried(lambda: self._send("PUT", key, body=data), f"put {key}")
+        return str(response.headers.get("etag", "")).strip('"')
 
     def put_new(self, key: str, data: bytes) -> bool:
         """Writes an object unless the key is taken; False if it is, by other bytes.
@@ -195,15 +196,15 @@ class Bucket:
         now, written = (parsedate_to_datetime(headers[name]) for name in ("date", "last-modified"))
         return (now - written).total_seconds()
 
-    def put_file(self, key: str, path: Path) -> None:
-        """Writes a file's content, in parts when it is large."""
+    def put_file(self, key: str, path: Path) -> str:
+        """Writes a file's content, in parts when it is large; returns its etag."""
         if path.stat().st_size <= MULTIPART_BYTES:
-            self.put(key, path.read_bytes())
-            return
+            return self.put(key, path.read_bytes())
         bucket, name = self._place(key)
-        self._retried(
+        written = self._retried(
             lambda: self._client.fput_object(bucket, name, str(path), part_size=MULTIPART_BYTES), f"put {key}"
         )
+        return str(written.etag)
 
     def get_file(self, key: str, path: Path) -> None:
         """Writes the object's bytes to `path`, which appears whole or not at all."""

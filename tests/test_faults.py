@@ -6,7 +6,9 @@ from jobs.errors import ConfigError
 
 def test_the_language() -> None:
     spec = "kill replica[1] at step 30; preempt trainer after 60s;kill  proxy at step 3, bucket 503 5%; "
-    spec += "bucket lag 2.5s; hang replica[0] 10s at step 4; bucket away 60s at step 20"
+    spec += (
+        "bucket lag 2.5s; mount lag 4s; mount missing 30 s; hang replica[0] 10s at step 4; bucket away 60s at step 20"
+    )
     assert parse(spec) == Faults(
         (
             Fault("kill", "replica", 1, step=30),
@@ -17,6 +19,8 @@ def test_the_language() -> None:
         ),
         0.05,
         2.5,
+        4.0,
+        30.0,
     )
     assert parse("") == parse(" ; ") == Faults()
 
@@ -35,6 +39,19 @@ def test_the_language() -> None:
 def test_unknown_words_are_refused_with_the_known_ones(spec: str) -> None:
     with pytest.raises(ConfigError, match=r"is unknown; nearest: .*Known: kill replica\[N\]"):
         parse(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("bucket 503 5%", True),
+        ("bucket lag 1s", True),
+        ("bucket away 1s at step 2", True),
+        ("kill proxy at step 2; mount lag 1s", False),
+    ],
+)
+def test_which_faults_need_a_bucket_that_can_misbehave(spec: str, expected: bool) -> None:
+    assert parse(spec).of_bucket is expected
 
 
 def test_a_bucket_that_always_fails_is_no_test() -> None:

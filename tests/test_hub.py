@@ -4,6 +4,7 @@ import inspect
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import requests
 from huggingface_hub import HfApi, Volume
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError, JobNotFoundError
 
-from emulator import reaper
+from emulator import reaper, runner
 from emulator.job_environment import Image
+from emulator.live_mount import Lag
 from emulator.serve import Emulator
 from jobs.bucket import Bucket
 
@@ -468,7 +470,7 @@ def test_volumes(emulator, api, run):
 
 
 def test_a_mounted_bucket_follows_what_others_write():
-    with Emulator(grace_s=0.5, mount_lag_s=0.1) as emulator:
+    with Emulator(grace_s=0.5, lag=Lag(0.1, 0)) as emulator:
         api = HfApi(endpoint=emulator.endpoint, token=emulator.token)
         bucket = Bucket(emulator.bucket)
         wait = "while ! test -s {0}; do sleep 0.05; done; cat {0}; echo"
@@ -482,6 +484,25 @@ def test_a_mounted_bucket_follows_what_others_write():
         ended(api, job)
         log = emulator.runner.log(emulator.runner.table.get("local", job.id)).read()
         assert log[-1]["data"] == "published later"
+
+
+@pytest.mark.parametrize(("trap", "left"), [("exit 0", ["answer"]), ("", [])])
+def test_what_a_killed_job_had_not_uploaded_is_lost(api, emulator, monkeypatch, trap, left):
+    monkeypatch.setattr(runner, "MOUNT_POLL_S", 600)
+    command = [
+        "/bin/sh",
+        "-c",
+        f"trap '{trap}' TERM; echo answer > /data/answer; echo up; while :; do sleep 0.05; done",
+    ]
+    Bucket(emulator.bucket).put("out/before", b"")
+    volume = Volume(type="bucket", source="local/asyncgrpo", mount_path="/data", path="out")
+    job = api.run_job(image=IMAGE, command=command, volumes=[volume], namespace="local")
+    assert "up" in next(iter(api.fetch_job_logs(job_id=job.id, namespace="local", follow=True)))
+    api.cancel_job(job_id=job.id, namespace="local")
+    eventually(lambda: not (emulator.root / job.id).exists())
+    bucket = Bucket(replace(emulator.bucket, url=f"{emulator.bucket.url}/out"))
+    assert bucket.list("") == sorted(["before", *left])
+    bucket.delete(bucket.list(""))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 import random
+import time
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulator.live_mount import Arrivals, LiveMount
+from emulator.live_mount import Arrivals, Lag, LiveMount
 from jobs.bucket import Bucket, BucketSettings
 from jobs.errors import BucketError
 
@@ -14,7 +15,7 @@ PATHS = st.sampled_from(["a", "b", "d/c"])
 
 def test_each_change_waits_for_its_own_time():
     delays = iter([3.0, 1.0, 2.0, 1.0])
-    arrivals = Arrivals(lambda: next(delays))
+    arrivals = Arrivals(lambda is_new: next(delays))
     assert arrivals.now({"a": "1"}, 0.0) == {}
     assert arrivals.now({"a": "1", "b": "1"}, 1.0) == {}
     assert arrivals.now({"a": "1", "b": "1"}, 2.0) == {"b": "1"}  # written later, seen first
@@ -28,7 +29,7 @@ def test_each_change_waits_for_its_own_time():
 @given(st.lists(st.dictionaries(PATHS, st.sampled_from("123")), max_size=10), st.integers(0, 99))
 def test_in_the_end_it_shows_what_there_is(listings, seed):
     draw = random.Random(seed)
-    arrivals = Arrivals(lambda: draw.uniform(0, 3))
+    arrivals = Arrivals(lambda is_new: draw.uniform(0, 3))
     shown = {}
     for at, listing in enumerate([*listings, *[listings[-1] if listings else {}] * 2]):
         at = at if at < len(listings) else at + 10
@@ -39,6 +40,23 @@ def test_in_the_end_it_shows_what_there_is(listings, seed):
                 shown[path] = etag
         assert shown == arrivals.shown
     assert shown == (listings[-1] if listings else {})
+
+
+def test_a_name_that_was_missing_stays_so_for_a_while_longer():
+    asked = []
+    arrivals = Arrivals(lambda is_new: asked.append(is_new) or 1.0)
+    arrivals.now({"a": "1"}, 0.0)
+    arrivals.now({"a": "1"}, 1.0)
+    arrivals.now({"a": "2"}, 1.0)
+    arrivals.now({}, 2.0)
+    assert asked == [True, False, False]
+
+
+@given(st.integers(0, 99))
+def test_delays_keep_their_bounds(seed):
+    draw = random.Random(seed)
+    assert 0.5 <= Lag(2.5, 30).draw(draw, False) <= 4.5
+    assert 0.5 <= Lag(2.5, 30).draw(draw, True) <= 34.5
 
 
 @pytest.fixture
@@ -52,8 +70,8 @@ def content(directory):
 
 def test_what_one_writes_the_other_sees(settings, tmp_path):
     Bucket(settings).put("there/before.txt", b"old")
-    one = LiveMount(settings, tmp_path / "one", writable=True, lag_s=0.0)
-    two = LiveMount(settings, tmp_path / "two", writable=False, lag_s=0.0)
+    one = LiveMount(settings, tmp_path / "one", writable=True, lag=Lag(0, 0))
+    two = LiveMount(settings, tmp_path / "two", writable=False, lag=Lag(0, 0))
     assert one.fill() == two.fill() == 1
     (one.directory / "v1").mkdir()
     (one.directory / "v1" / "x").write_bytes(b"12")
@@ -72,7 +90,7 @@ def test_what_one_writes_the_other_sees(settings, tmp_path):
 
 
 def test_a_writer_does_not_get_its_own_file_back_over_a_newer_one(settings, tmp_path):
-    mount = LiveMount(settings, tmp_path / "m", writable=True, lag_s=0.0)
+    mount = LiveMount(settings, tmp_path / "m", writable=True, lag=Lag(0, 0))
     mount.fill()
     (mount.directory / "x").write_bytes(b"first")
     mount.step()
@@ -85,7 +103,7 @@ def test_a_writer_does_not_get_its_own_file_back_over_a_newer_one(settings, tmp_
 
 
 def test_read_only_is_never_written_back(settings, tmp_path):
-    mount = LiveMount(settings, tmp_path / "m", writable=False, lag_s=0.0)
+    mount = LiveMount(settings, tmp_path / "m", writable=False, lag=Lag(0, 0))
     mount.fill()
     (mount.directory / "x").write_bytes(b"lost")
     mount.step()
@@ -95,7 +113,7 @@ def test_read_only_is_never_written_back(settings, tmp_path):
 
 
 def test_a_file_that_could_not_be_read_comes_later(settings, tmp_path, monkeypatch):
-    mount = LiveMount(settings, tmp_path / "m", writable=False, lag_s=0.0)
+    mount = LiveMount(settings, tmp_path / "m", writable=False, lag=Lag(0, 0))
     mount.fill()
     Bucket(settings).put("x", b"1")
     with monkeypatch.context() as away:
@@ -106,9 +124,36 @@ def test_a_file_that_could_not_be_read_comes_later(settings, tmp_path, monkeypat
     assert content(mount.directory) == {"x": b"1"}
 
 
+def test_a_renamed_directory_comes_in_pieces(settings, tmp_path):
+    """The Hub's bucket knows no rename: what another machine meets is any mixture of both names' whole files."""
+    one = LiveMount(settings, tmp_path / "one", writable=True, lag=Lag(0, 0))
+    one.fill()
+    for name in ("config", "tensors", "manifest"):
+        (one.directory / "new").mkdir(exist_ok=True)
+        (one.directory / "new" / name).write_bytes(name.encode() * 100)
+    two = LiveMount(settings, tmp_path / "two", writable=False, lag=Lag(0.05, 0.1), seed=3)
+    one.flush()
+    two.fill()
+    (one.directory / "new").rename(one.directory / "v1")
+    one.flush()
+    seen = set()
+    whole = {
+        f"{folder}/{name}": name.encode() * 100
+        for folder in ("new", "v1")
+        for name in ("config", "tensors", "manifest")
+    }
+    deadline = time.monotonic() + 5
+    while (shown := content(two.directory)).keys() != {path for path in whole if path.startswith("v1")}:
+        assert time.monotonic() < deadline
+        assert shown.items() <= whole.items()
+        seen.add(frozenset(shown))
+        two.step()
+    assert len(seen) > 2
+
+
 def test_lag_shows_old_and_new_together(settings, tmp_path):
     bucket = Bucket(settings)
-    mount = LiveMount(settings, tmp_path / "m", writable=False, lag_s=1e6)
+    mount = LiveMount(settings, tmp_path / "m", writable=False, lag=Lag(1e6))
     mount.fill()
     for name in ("config", "tensors", "manifest"):
         bucket.put(name, b"x")
