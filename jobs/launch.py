@@ -152,7 +152,7 @@ class Launch:
     def plans(self, archive: Path | None, sha256: str) -> dict[Role, JobPlan]:
         """What the Jobs of each role are started with, secrets apart. Starts and sends nothing."""
         command, volumes = self._delivery(archive, sha256)
-        ports = [PORT + engine for engine in range(self.recipe.replica.engines)]
+        ports = [PORT + engine for engine in range(self.recipe.replica.engine_count)]
         return {
             "replica": self._plan("replica", command, volumes, ports),
             "trainer": self._plan("trainer", command, volumes, []),
@@ -247,6 +247,8 @@ class Launch:
     def _model(self, model_dir: Path | None) -> ModelRef:
         if model_dir is None:
             return ModelRef("hub", self.recipe.model.id, self.recipe.model.id)
+        if self.site.local and Path(self.recipe.model.id).is_dir():
+            return ModelRef("path", str(model_dir.resolve()), model_dir.name)  # every Job runs on this machine
         digest = hashlib.sha256()
         files = sorted(path for path in model_dir.rglob("*") if path.is_file())
         for path in files:

@@ -44,6 +44,12 @@ def obtain(model: ModelRef, bucket: Bucket, environ: Mapping[str, str]) -> str:
     return str(directory)
 
 
+def weights_bytes(model: str) -> int | None:
+    """Size of the weights in a model's directory; None for an id on the Hub."""
+    files = list(Path(model).glob("*.safetensors"))
+    return sum(path.stat().st_size for path in files) if files else None
+
+
 def digest(directory: Path) -> str:
     """Names a model by its content: the start of the sha256 over its files' paths and digests."""
     whole = hashlib.sha256()

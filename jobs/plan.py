@@ -32,7 +32,7 @@ def resolve(recipe: Recipe) -> Recipe:
         raise ConfigError(f"lora.r = {rank}: vLLM serves ranks up to {max(RANKS)}. Lower it.")
     slots = said.get("max_loras", staleness(recipe) + EXTRA_SLOTS)
     derived = {
-        "dtype": recipe.model.dtype,
+        **({"dtype": recipe.model.dtype} if recipe.model.dtype != "auto" else {}),  # jobs.machine decides that
         "enable_lora": True,
         "max_loras": slots,
         "max_lora_rank": min(fitting, default=None),
@@ -179,7 +179,7 @@ def derived(recipe: Recipe, trainer_gpus: int | None) -> dict[str, Any]:
         "max_model_len": length if length is not None else "the model's own",
         "longest_prompt_tokens": length - completion if length is not None else "the model's own length - completion",
         "token_budget": trainer.get("token_budget", length if length is not None else "the server's max_model_len"),
-        "engines": recipe.replica.count * recipe.replica.engines,
+        "engines": recipe.replica.count * recipe.replica.engine_count,
         "syncs": -(-trainer["max_steps"] // trainer.get("weight_sync_steps", 1)) if "max_steps" in trainer else None,
         "versions_served_at_once": lag + EXTRA_SLOTS,
         "lease_s": recipe.jobs.lease_s,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from jobs.errors import ConfigError
 from jobs.manifest import RANKS, check_config
+from jobs.probe import gpus
 from jobs.recipe import Recipe
-from jobs.replica import gpus
 from jobs.trl_patches import check_version
 
 INSTALL = "Install the environment with ./build.sh, or pip install -r requirements/cpu.txt (gpu.txt on GPUs)."
@@ -40,7 +40,7 @@ def check(recipe: Recipe, local: bool) -> None:
 
 def check_replicas(recipe: Recipe) -> None:
     """Number of replicas and engines."""
-    for name, value in (("replica.count", recipe.replica.count), ("replica.engines", recipe.replica.engines)):
+    for name, value in (("replica.count", recipe.replica.count), ("replica.engines", recipe.replica.engine_count)):
         if value < 1:
             raise ConfigError(f"{name} = {value}: at least 1 is needed.")
     weights, functions = recipe.reward.weights, recipe.reward.functions

@@ -19,7 +19,9 @@ Ack = Literal["published", "first", "all"]
 
 @dataclass(frozen=True)
 class Model:
-    """`id` is `tiny:<name>` (a builder in jobs/tiny.py), a model id on the Hub, or a local directory."""
+    """`id` is `tiny:<name>` (a builder in jobs/tiny.py), a model id on the Hub, or a local directory.
+
+    `dtype` is that of the trainer and the engines; `auto` is bfloat16 on GPUs, float32 on a CPU."""
 
     id: str
     dtype: str = "bfloat16"
@@ -54,12 +56,17 @@ class Lora:
 
 @dataclass(frozen=True)
 class Replica:
-    """The generation side: `count` replica Jobs with `engines` servers each; `vllm` are flags of `vllm serve`
-    (underscores)."""
+    """The generation side: `count` replica Jobs with `engines` servers each, `auto` for as many as the flavor's GPUs
+    and cores can use (jobs.machine); `vllm` are flags of `vllm serve` (underscores)."""
 
     count: int = 2
-    engines: int = 1
+    engines: int | Literal["auto"] = 1
     vllm: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def engine_count(self) -> int:
+        """Engines of each Job, once that is decided: `auto` counts as the one that there is at least."""
+        return 1 if self.engines == "auto" else self.engines
 
 
 @dataclass(frozen=True)

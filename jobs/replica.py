@@ -14,12 +14,12 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from jobs import bundle, lease, model_fetch, processes
+from jobs import bundle, lease, machine, model_fetch, probe, processes
 from jobs.bucket import Bucket
 from jobs.errors import ConfigError, RunFailed
 from jobs.leader import StandIn
@@ -38,8 +38,6 @@ KEEP_ALIVE_S = 75
 request meets a connection that is being closed."""
 POLL_S = 0.2
 TAIL_LINES = 40
-GPU_SHARE = 0.9
-"""Part of a GPU's memory that its engines share; vLLM's own default for one."""
 
 WatchLease = Callable[[threading.Event, Callable[[str], None]], None]
 
@@ -62,12 +60,14 @@ class Place:
     host: str
     port: int
     gpus: tuple[str, ...] = ()
-    share: int = 1
-    """Engines on the same GPU, this one included."""
+    cores: tuple[int, ...] = ()
+    """Processor cores that are its own (none: it runs on any)."""
 
 
-def places(engines: int, environ: Mapping[str, str], gpus: list[str], tensor_parallel: int = 1) -> list[Place]:
-    """Spreads a Job's engines over its GPUs.
+def places(
+    engines: int, environ: Mapping[str, str], gpus: list[str], tensor_parallel: int = 1, cores: Sequence[int] = ()
+) -> list[Place]:
+    """Spreads a Job's engines over its GPUs, and where it has some over its processor cores.
 
     Engine i listens on every interface at port 8000 + i, unless `ASYNCGRPO_BIND_<port>` = "host:port" says otherwise.
 
@@ -84,24 +84,21 @@ def places(engines: int, environ: Mapping[str, str], gpus: list[str], tensor_par
     for engine in range(engines):
         host, _, port = environ.get(f"ASYNCGRPO_BIND_{PORT + engine}", f"0.0.0.0:{PORT + engine}").rpartition(":")
         group = engine % len(groups) if groups else 0
-        share = len(range(group, engines, len(groups))) if groups else 1
-        found.append(Place(engine, host, int(port), groups[group] if groups else (), share))
+        own = tuple(machine.cores(cores, engines, engine)) if groups and engines > 1 else ()
+        found.append(Place(engine, host, int(port), groups[group] if groups else (), own))
     return found
 
 
 def engine_command(spec: RunSpec, place: Place, model: str, replica: int, python: str = sys.executable) -> list[str]:
     """The command line of one engine: vLLM's flags from the recipe, and what a replica needs on top."""
     recipe = resolve(spec.recipe)
-    flags = dict(recipe.replica.vllm)
-    if place.share > 1 and not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(flags):
-        flags["gpu_memory_utilization"] = round(GPU_SHARE / place.share, 3)
-    flags |= {
+    flags = recipe.replica.vllm | {
         "model": model,
         "served_model_name": spec.model.served,
         "host": place.host,
         "port": place.port,
         # Engines with one seed would give the same samples to the same unseeded request.
-        "seed": spec.seed * 1000 + replica * recipe.replica.engines + place.engine,
+        "seed": spec.seed * 1000 + replica * recipe.replica.engine_count + place.engine,
         "middleware": MIDDLEWARE,
         "disable_uvicorn_access_log": True,
     }
@@ -130,6 +127,9 @@ def engine_environment(
 ) -> dict[str, str]:
     """The environment of one engine. On a CPU machine, what `environ` says itself wins over `CPU_ENVIRONMENT`."""
     defaults = {} if place.gpus else dict(CPU_ENVIRONMENT)
+    if place.gpus and (cache := environ.get("ASYNCGRPO_CACHE")):
+        # What one engine compiled, the next ones need not; else it is lost with the Job's home directory.
+        defaults |= {"VLLM_CACHE_ROOT": f"{cache}/vllm", "TRITON_CACHE_DIR": f"{cache}/triton"}
     if spec.model.kind != "hub":
         defaults["HF_HUB_OFFLINE"] = "1"
     own = {
@@ -147,13 +147,6 @@ def engine_environment(
     return {**defaults, **environ, **own}
 
 
-def gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs this Job may use: CUDA_VISIBLE_DEVICES where it is set, else all that the driver shows."""
-    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [device for device in visible.split(",") if device.strip()]
-    return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
-
-
 def run(environ: Mapping[str, str]) -> int:
     """Runs the replica that the environment describes until its engines or its run end.
 
@@ -167,11 +160,16 @@ def run(environ: Mapping[str, str]) -> int:
     index = int(environ.get("ASYNCGRPO_REPLICA", "0"))
     model = model_fetch.obtain(spec.model, bucket, environ)
     adapters = Path(tempfile.mkdtemp(prefix="asyncgrpo-adapters-", dir=environ.get("ASYNCGRPO_CACHE")))
-    tensor_parallel = int(spec.recipe.replica.vllm.get("tensor_parallel_size", 1))
+    gpus = probe.gpus(environ)
+    # A launcher that knew the machine has decided all this; a replica of the user's own decides by what is here.
+    recipe = machine.resolve(spec.recipe, probe.machine(len(gpus)), model_fetch.weights_bytes(model))
+    spec = replace(spec, recipe=recipe)
+    tensor_parallel = int(recipe.replica.vllm.get("tensor_parallel_size", 1))
     replica = Replica()
-    for place in places(spec.recipe.replica.engines, environ, gpus(environ), tensor_parallel):
+    for place in places(recipe.replica.engine_count, environ, gpus, tensor_parallel, probe.cores()):
         command = engine_command(spec, place, model, index)
-        replica.engines.append(Engine(command, engine_environment(environ, spec, place, index, adapters)))
+        environment = engine_environment(environ, spec, place, index, adapters)
+        replica.engines.append(Engine(command, environment, place.cores))
 
     def watch(stop: threading.Event, expired: Callable[[str], None]) -> None:
         lease.watch(bucket, spec.run, spec.recipe.jobs.lease_s, stop, expired)
@@ -210,6 +208,7 @@ class Engine:
 
     command: list[str]
     environment: dict[str, str]
+    cores: tuple[int, ...] = ()
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     process: subprocess.Popen[bytes] | None = None
     _reader: threading.Thread | None = None
@@ -223,11 +222,16 @@ class Engine:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            preexec_fn=lambda: processes.die_with_parent(parent),
+            preexec_fn=lambda: self._prepare(parent),
         )
         assert self.process.stdout is not None
         self._reader = threading.Thread(target=self._copy, args=(self.process.stdout,), daemon=True)
         self._reader.start()
+
+    def _prepare(self, parent: int) -> None:
+        processes.die_with_parent(parent)
+        if self.cores:
+            os.sched_setaffinity(0, self.cores)
 
     def last_words(self) -> str:
         """The last lines that the ended process wrote."""

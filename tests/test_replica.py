@@ -16,8 +16,9 @@ from jobs.bucket import Bucket
 from jobs.bundle import app_dir
 from jobs.errors import ConfigError
 from jobs.http import KEY_HEADER
+from jobs.probe import gpus
 from jobs.recipe import load, override
-from jobs.replica import Place, arguments, engine_command, engine_environment, gpus, places
+from jobs.replica import Place, arguments, engine_command, engine_environment, places
 from jobs.spec import ModelRef, RunSpec, spec_key
 from tests.conftest import MotoBucket, started
 from tests.engines import KEY
@@ -56,7 +57,7 @@ def test_flags_become_arguments(flags: dict[str, Any], expected: list[str]) -> N
             {"ASYNCGRPO_BIND_8001": "127.0.0.1:5"},
             ["0"],
             1,
-            [Place(0, "0.0.0.0", 8000, ("0",), 2), Place(1, "127.0.0.1", 5, ("0",), 2)],
+            [Place(0, "0.0.0.0", 8000, ("0",)), Place(1, "127.0.0.1", 5, ("0",))],
         ),
         (
             3,
@@ -64,9 +65,9 @@ def test_flags_become_arguments(flags: dict[str, Any], expected: list[str]) -> N
             ["4", "5"],
             1,
             [
-                Place(0, "0.0.0.0", 8000, ("4",), 2),
-                Place(1, "0.0.0.0", 8001, ("5",), 1),
-                Place(2, "0.0.0.0", 8002, ("4",), 2),
+                Place(0, "0.0.0.0", 8000, ("4",)),
+                Place(1, "0.0.0.0", 8001, ("5",)),
+                Place(2, "0.0.0.0", 8002, ("4",)),
             ],
         ),
         (
@@ -74,7 +75,7 @@ def test_flags_become_arguments(flags: dict[str, Any], expected: list[str]) -> N
             {},
             ["0", "1", "2", "3"],
             2,
-            [Place(0, "0.0.0.0", 8000, ("0", "1"), 1), Place(1, "0.0.0.0", 8001, ("2", "3"), 1)],
+            [Place(0, "0.0.0.0", 8000, ("0", "1")), Place(1, "0.0.0.0", 8001, ("2", "3"))],
         ),
     ],
 )
@@ -144,12 +145,11 @@ def test_each_engine_has_a_seed_of_its_own() -> None:
     assert len(set(seeds)) == len(seeds)
 
 
-def test_engines_on_one_gpu_share_its_memory() -> None:
-    shared = Place(0, "", 1, ("0",), share=4)
-    without = spec("replica.vllm={}")
-    assert value(engine_command(without, shared, "m", 0), "--gpu-memory-utilization") == "0.225"
-    assert "--gpu-memory-utilization" not in engine_command(spec(), shared, "m", 0)
-    assert "--gpu-memory-utilization" not in engine_command(without, Place(0, "", 1, ("0",)), "m", 0)
+def test_engines_on_a_gpu_have_cores_of_their_own() -> None:
+    found = places(3, {}, ["0"], cores=[4, 5, 6, 7, 8, 9, 10])
+    assert [place.cores for place in found] == [(4, 5), (6, 7), (8, 9)]
+    assert [place.cores for place in places(1, {}, ["0"], cores=[4, 5])] == [()]
+    assert [place.cores for place in places(2, {}, [], cores=[4, 5])] == [(), ()]
 
 
 def test_the_environment_of_an_engine(tmp_path: Path) -> None:
@@ -162,7 +162,9 @@ def test_the_environment_of_an_engine(tmp_path: Path) -> None:
     assert "HF_HUB_OFFLINE" not in cpu
     gpu = engine_environment(given, spec(model=ModelRef("path", "/m", "m")), Place(1, "", 1, ("2", "3")), 0, tmp_path)
     assert gpu["CUDA_VISIBLE_DEVICES"] == "2,3" and "TORCHDYNAMO_DISABLE" not in gpu
-    assert gpu["HF_HUB_OFFLINE"] == "1"
+    assert gpu["HF_HUB_OFFLINE"] == "1" and "VLLM_CACHE_ROOT" not in gpu
+    shared = engine_environment({**given, "ASYNCGRPO_CACHE": "/c"}, spec(), Place(1, "", 1, ("2",)), 0, tmp_path)
+    assert (shared["VLLM_CACHE_ROOT"], shared["TRITON_CACHE_DIR"]) == ("/c/vllm", "/c/triton")
 
 
 @contextmanager
