@@ -49,6 +49,15 @@ def main() -> None:
     """
 
 
+TRANSPORT = click.option(
+    "--transport",
+    type=click.Choice(["s3", "mount"]),
+    default="s3",
+    show_default=True,
+    help="How replicas read adapters: by S3, or from the Hub's bucket mounted as a directory, which lags.",
+)
+
+
 @main.command()
 @example("asyncgrpo emulate digit --set trainer.max_steps=40 --replicas 3 --json")
 @click.argument("recipe", required=False)
@@ -66,8 +75,14 @@ def main() -> None:
     help="sim: answers as vLLM does, learns nothing.",
 )
 @click.option(
-    "--bucket", default="moto", show_default=True, help="moto, or s3://bucket[/prefix] with AWS_* in the environment."
+    "--bucket",
+    default="moto",
+    show_default=True,
+    help="moto (as strict as the Hub's buckets); moto:aws, moto:r2 or moto:minio (as strict as those); minio or "
+    "seaweedfs (the programs themselves); or s3://bucket[/prefix] with AWS_* in the environment.",
 )
+@TRANSPORT
+@click.option("--tls", is_flag=True, help="HTTPS everywhere between the Jobs, under an authority made for this run.")
 @click.option("--run", "run_name", help="The run's name; made up from recipe and time if left out.")
 @click.option("--faults", metavar="SPEC", help="What goes wrong, such as 'kill replica[1] at step 30'.")
 @click.option(
@@ -83,7 +98,7 @@ def emulate(**options: Any) -> None:
     from emulator import emulate as emulation
 
     if options.pop("serve"):
-        sys.exit(emulation.serve())
+        sys.exit(emulation.serve(options["bucket"], options["tls"]))
     sys.exit(emulation.emulate(emulation.Options(**options | {"recipe": options["recipe"] or "digit"})))
 
 
@@ -157,6 +172,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as
     "--set", "overrides", multiple=True, metavar="SECTION.FIELD=VALUE", help="Replaces one field; may be given again."
 )
 @click.option("--run", "run_name", help="The run's name; made up from recipe and time if left out.")
+@TRANSPORT
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the training and the engines.")
 @click.option("--dry-run", is_flag=True, help="Show the plan with its prices and every derived value; start nothing.")
 @click.option("--no-jobs", is_flag=True, help="Only claim the run; print the environment for roles on other machines.")

@@ -13,8 +13,12 @@ from typing import Any
 
 import click
 
-from emulator.faults import parse
+from emulator.bucket import BucketServer, MotoServer
+from emulator.bucket_programs import PROGRAMS, ProgramServer, find
+from emulator.faults import Faults, parse
 from emulator.injector import Injector
+from emulator.live_mount import LAG, Lag
+from emulator.profiles import PROFILES
 from emulator.serve import Emulator
 from jobs import live, logs, plot, preflight, recipe, tiny
 from jobs.bucket import BucketSettings
@@ -26,7 +30,7 @@ from jobs.launch import Glance, Launch
 from jobs.plan import resolve
 from jobs.recipe import Recipe
 from jobs.site import Site
-from jobs.spec import Engine
+from jobs.spec import Engine, Transport
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +50,8 @@ class Options:
     steps: int | None = None
     engine: Engine = "vllm"
     bucket: str = "moto"
+    transport: Transport = "s3"
+    tls: bool = False
     run_name: str | None = None
     faults: str | None = None
     seed: int = 0
@@ -67,6 +73,10 @@ def emulate(options: Options) -> int:
     if (run := run_name(wanted)) != wanted:
         click.echo(f"--run {wanted!r} is no run's name: it is called {run}", err=True)
     bucket = _bucket(options.bucket)
+    if faults.of_bucket and not isinstance(bucket, MotoServer):
+        raise ConfigError(
+            f"--bucket {options.bucket}: only moto can be made to misbehave; leave the bucket out of --faults."
+        )
     preflight.check(resolve(chosen), local=True)
     folder = Path("runs", run)
     if (folder / "summary.json").exists():
@@ -74,7 +84,7 @@ def emulate(options: Options) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with interruptible():
         try:
-            summary = _run(options, chosen, run, folder, bucket, Injector(faults), started_at)
+            summary = _run(options, chosen, run, folder, bucket, faults, started_at)
         except KeyboardInterrupt:
             click.echo("interrupted: every Job was cancelled", err=True)
             return INTERRUPTED
@@ -82,9 +92,9 @@ def emulate(options: Options) -> int:
     return 0
 
 
-def serve() -> int:
+def serve(bucket: str, tls: bool) -> int:
     """Starts only the stand-in, prints its environment as KEY=value lines, and waits for Ctrl-C."""
-    with interruptible(), Emulator() as emulator:
+    with interruptible(), Emulator(bucket=_bucket(bucket), https=tls) as emulator:
         for name, value in emulator.environment().items():
             click.echo(f"{name}={value}")
         sys.stdout.flush()
@@ -98,15 +108,22 @@ def _run(
     chosen: Recipe,
     run: str,
     folder: Path,
-    bucket: BucketSettings | None,
-    injector: Injector,
+    bucket: BucketSettings | BucketServer,
+    faults: Faults,
     started_at: float,
 ) -> dict[str, Any]:
     seen: list[Glance] = []
-    emulator = Emulator(bucket=bucket, logs=folder / "logs")
+    lag = Lag(
+        LAG.mean_s if faults.mount_lag_s is None else faults.mount_lag_s,
+        LAG.missing_s if faults.mount_missing_s is None else faults.mount_missing_s,
+    )
+    emulator = Emulator(bucket=bucket, https=options.tls, lag=lag, logs=folder / "logs")
+    injector = Injector(faults)
     summary: dict[str, Any] = {}
     try:
         emulator.start()
+        if emulator.certificate:
+            os.environ.update(emulator.certificate.environment())  # huggingface_hub reads it when it first connects
         injector.attach(emulator)
         site = Site(
             endpoint=emulator.endpoint,
@@ -121,7 +138,7 @@ def _run(
             tiny.build(model) if kind == "tiny" else Path(chosen.model.id) if Path(chosen.model.id).is_dir() else None
         )
         engine_module = SIM_ENGINE if options.engine == "sim" else None
-        with Launch(site, chosen, run, options.engine, engine_module, options.seed) as launch:
+        with Launch(site, chosen, run, options.engine, engine_module, options.seed, options.transport) as launch:
             launch.start(model_dir)
             with live.view() as view:
 
@@ -162,13 +179,20 @@ def _recipe(options: Options) -> Recipe:
     return chosen
 
 
-def _bucket(choice: str) -> BucketSettings | None:
-    """The S3 bucket that the user named, or None for a fresh moto server."""
-    if choice == "moto":
-        return None
-    if not choice.startswith("s3://"):
-        raise ConfigError(f"--bucket {choice}: expected moto or s3://bucket[/prefix] (keys and endpoint from AWS_*).")
-    return BucketSettings.from_env({**os.environ, "ASYNCGRPO_BUCKET": choice})
+def _bucket(choice: str) -> BucketSettings | BucketServer:
+    """The S3 bucket that the user named, or the server to start for this emulation."""
+    server, _, profile = choice.partition(":")
+    if server == "moto" and (profile or "hub") in PROFILES:
+        return MotoServer(profile or "hub")
+    if choice in PROGRAMS:
+        find(choice)
+        return ProgramServer(choice)
+    if choice.startswith("s3://"):
+        return BucketSettings.from_env({**os.environ, "ASYNCGRPO_BUCKET": choice})
+    known = [*(f"moto:{name}" for name in PROFILES), *PROGRAMS]
+    raise ConfigError(
+        f"--bucket {choice}: expected moto, {', '.join(known)}, or s3://bucket[/prefix] (keys and endpoint from AWS_*)."
+    )
 
 
 def _tell(summary: dict[str, Any], folder: Path, as_json: bool) -> None:

@@ -25,7 +25,7 @@ from jobs.progress import progress_key
 from jobs.recipe import Recipe
 from jobs.roster import JobPlan, Role
 from jobs.site import Site
-from jobs.spec import VLLM_SERVER, Engine, ModelRef, RunSpec, spec_key
+from jobs.spec import VLLM_SERVER, Engine, ModelRef, RunSpec, Transport, spec_key
 from jobs.summary import FIELDS, summary_key
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ HUB_BUCKETS = "s3.hf.co"
 """The S3 gateway of the Hub's own buckets, which are the only ones that its Jobs can mount."""
 ARCHIVE_DIR = "/asyncgrpo"
 """Where each Job sees the archive, through a read-only volume of the bucket."""
+MOUNT_DIR = "/bucket"
+"""Where replicas see the whole bucket with transport `mount`."""
 PIP = ("python3", "-m", "pip", "install", "--quiet", "--break-system-packages")
 """How a Job installs what its image lacks; a container's own Python is nobody else's (PEP 668)."""
 LAUNCHER_PATIENCE_S = 60.0
@@ -54,12 +56,20 @@ class Launch:
     """One run, from its claim in the bucket to its last Job's end. Use `with`: it cancels everything on the way out."""
 
     def __init__(
-        self, site: Site, recipe: Recipe, run: str, engine: Engine, engine_module: str | None, seed: int
+        self,
+        site: Site,
+        recipe: Recipe,
+        run: str,
+        engine: Engine,
+        engine_module: str | None,
+        seed: int,
+        transport: Transport = "s3",
     ) -> None:
         self.site, self.recipe, self.run = site, resolve(recipe), run
         self.engine: Engine = engine
         self.engine_module = engine_module or VLLM_SERVER
         self.seed = seed
+        self.transport: Transport = transport
         self.bucket = Bucket(site.bucket)
         self.trainer_restarts = 0
         self._crew: Crew | None = None
@@ -106,6 +116,7 @@ class Launch:
             model=self._model(model_dir),
             engine=self.engine,
             engine_module=self.engine_module,
+            transport=self.transport,
             seed=self.seed,
             created_at=time.time(),
             archive_sha256=sha256,
@@ -153,8 +164,9 @@ class Launch:
         """What the Jobs of each role are started with, secrets apart. Starts and sends nothing."""
         command, volumes = self._delivery(archive, sha256)
         ports = [PORT + engine for engine in range(self.recipe.replica.engine_count)]
+        mounts = [self._mount(MOUNT_DIR)] if self.transport == "mount" else []
         return {
-            "replica": self._plan("replica", command, volumes, ports),
+            "replica": self._plan("replica", command, [*volumes, *mounts], ports),
             "trainer": self._plan("trainer", command, volumes, []),
         }
 
@@ -275,29 +287,44 @@ class Launch:
                 raise ConfigError("Jobs need asyncgrpo.pyz: make it with ./build.sh build and launch from it.")
             return bundle.command(), []
         prefix = f"archives/{sha256}"
-        if not self.site.local and urlsplit(self.site.bucket.endpoint).hostname != HUB_BUCKETS:
+        if not self._mountable:
             source = resources.files("jobs").joinpath("fetch_archive.py").read_text()
             return ["python3", "-c", source, f"{prefix}/{ARCHIVE}", sha256], []
-        bucket_name, _, below = self.site.bucket.url.removeprefix("s3://").partition("/")
-        volume = Volume(
-            type="bucket",
-            source=f"{self.site.namespace}/{bucket_name}",
-            mount_path=ARCHIVE_DIR,
-            path=f"{below}/{prefix}".strip("/"),
-            read_only=True,
-        )
-        return ["python3", f"{ARCHIVE_DIR}/{ARCHIVE}"], [volume]
+        return ["python3", f"{ARCHIVE_DIR}/{ARCHIVE}"], [self._mount(ARCHIVE_DIR, prefix)]
+
+    def _mount(self, path: str, folder: str = "") -> Volume:
+        """The bucket, or a folder of it, as a directory that Jobs may read.
+
+        Raises:
+            ConfigError: the Hub cannot mount it.
+        """
+        if not self._mountable:
+            raise ConfigError(
+                f"--transport mount: the Hub mounts buckets of its own only, and AWS_ENDPOINT_URL = "
+                f"{self.site.bucket.endpoint} is not https://{HUB_BUCKETS}/<namespace>. Use --transport s3."
+            )
+        name, _, below = self.site.bucket.url.removeprefix("s3://").partition("/")
+        source = f"{self.site.namespace}/{name}"
+        inside = f"{below}/{folder}".strip("/") or None
+        return Volume(type="bucket", source=source, mount_path=path, path=inside, read_only=True)
+
+    @property
+    def _mountable(self) -> bool:
+        return self.site.local or urlsplit(self.site.bucket.endpoint).hostname == HUB_BUCKETS
 
     def _plan(self, role: Role, command: list[str], volumes: list[Volume], ports: list[int]) -> JobPlan:
         settings = self.recipe.jobs
         command = [*command, "role", role]
         if role == "trainer" and settings.trainer_packages and not self.site.local:
             command = ["bash", "-c", f"{shlex.join([*PIP, *settings.trainer_packages])} && exec {shlex.join(command)}"]
+        environment = {**self.site.bucket.environment(), "HF_ENDPOINT": self.site.endpoint, **self.site.environment}
+        if any(volume.mount_path == MOUNT_DIR for volume in volumes):
+            environment["ASYNCGRPO_MOUNT"] = MOUNT_DIR
         return JobPlan(
             image=settings.image,
             command=command,
             flavor=settings.replica_flavor if role == "replica" else settings.trainer_flavor,
-            environment={**self.site.bucket.environment(), "HF_ENDPOINT": self.site.endpoint, **self.site.environment},
+            environment=environment,
             timeout_s=settings.timeout_s,
             volumes=volumes,
             ports=ports,

@@ -20,7 +20,7 @@ from jobs.launch import Glance, Launch
 from jobs.recipe import Recipe
 from jobs.roster import Role
 from jobs.site import HUB, Site
-from jobs.spec import VLLM_SERVER, ModelRef, RunSpec
+from jobs.spec import VLLM_SERVER, ModelRef, RunSpec, Transport
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class Options:
     run_name: str | None = None
     namespace: str | None = None
     bucket: str | None = None
+    transport: Transport = "s3"
     seed: int = 0
     dry_run: bool = False
     no_jobs: bool = False
@@ -68,7 +69,7 @@ def launch(options: Options, environ: Mapping[str, str]) -> int:
     else:
         site = Site.from_env(environ, options.namespace, options.bucket)
         hardware = hub.patiently(site.hub().list_jobs_hardware)
-    started = Launch(site, chosen, run, "vllm", None, options.seed)
+    started = Launch(site, chosen, run, "vllm", None, options.seed, options.transport)
     made = make_plan(started, hardware)
     if options.dry_run:
         _print_plan(made, options.as_json)
@@ -85,7 +86,7 @@ def _prepare(options: Options, environ: Mapping[str, str], chosen: Recipe, run: 
     """Claims a run for machines of the user's own, and prints the environment that its roles need."""
     settings = BucketSettings.from_env({**environ, **({"ASYNCGRPO_BUCKET": options.bucket} if options.bucket else {})})
     site = Site(environ.get("HF_ENDPOINT") or HUB, environ.get("HF_TOKEN") or "", options.namespace or "", settings)
-    Launch(site, chosen, run, "vllm", None, options.seed).claim(_model_dir(chosen))
+    Launch(site, chosen, run, "vllm", None, options.seed, options.transport).claim(_model_dir(chosen))
     own = {"ASYNCGRPO_RUN": run, "ASYNCGRPO_KEY": secrets.token_hex(32)}
     for name, value in {**settings.environment(), **settings.secrets(), **own}.items():
         _print(f"{name}={value}")
@@ -104,7 +105,7 @@ def make_plan(started: Launch, hardware: list[JobHardwareInfo]) -> plan.Plan:
     own = {role: jobs[role].labels | labels.of_job(started.run, role, 0, 0, deadline) for role in roles}
     names = [*started.site.bucket.secrets(), "ASYNCGRPO_KEY", "HF_TOKEN"]
     model = ModelRef("hub", started.recipe.model.id, started.recipe.model.id)
-    spec = RunSpec(started.run, started.recipe, model, "vllm", VLLM_SERVER, seed=started.seed)
+    spec = RunSpec(started.run, started.recipe, model, "vllm", VLLM_SERVER, started.transport, started.seed)
     engine = replica.engine_command(spec, replica.Place(0, "0.0.0.0", replica.PORT), model.source, 0)
     return plan.plan(started.run, started.recipe, jobs, own, names, engine, hardware)
 

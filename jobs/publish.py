@@ -152,7 +152,7 @@ class Publisher:
     async def _put_file(self, key: str, path: Path) -> None:
         await self.in_thread(lambda: self.bucket.put_file(key, path))
 
-    def _later(self, wire: str, write: Callable[[str], None]) -> None:
+    def _later(self, wire: str, write: Callable[[str], object]) -> None:
         name = parse_wire(wire)
         if name is None or (name.run, name.attempt) != (self.run, self.attempt):
             return  # published by a proxy before this one, which keeps its own books

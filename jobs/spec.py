@@ -9,6 +9,8 @@ from jobs.errors import ConfigError, NotFound
 from jobs.recipe import Recipe
 
 Engine = Literal["vllm", "sim"]
+Transport = Literal["s3", "mount"]
+"""How replicas read adapters: by S3, or from the bucket mounted as a directory. They are written by S3 in both."""
 
 VLLM_SERVER = "vllm.entrypoints.openai.api_server"
 """Module that serves one engine; what `vllm serve` runs, without needing a distribution named `vllm`."""
@@ -33,7 +35,7 @@ class RunSpec:
     model: ModelRef
     engine: Engine = "vllm"
     engine_module: str = VLLM_SERVER
-    transport: Literal["s3", "mount"] = "s3"
+    transport: Transport = "s3"
     seed: int = 0
     created_at: float = 0.0
     archive_sha256: str = ""
