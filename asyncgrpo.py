@@ -88,6 +88,9 @@ TRANSPORT = click.option(
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Seed of the training, the engines and the faults."
 )
+@click.option(
+    "--gpus", metavar="0,0,1", help="The GPU of each Job: replicas first, trainer last; or none. All here if left out."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json last, alone on stdout.")
 @click.option("--serve", is_flag=True, help="Start only the stand-in for the Hub, print its environment, and wait.")
 def emulate(**options: Any) -> None:

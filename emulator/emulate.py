@@ -13,14 +13,16 @@ from typing import Any
 
 import click
 
+from emulator import gpus
 from emulator.bucket import BucketServer, MotoServer
 from emulator.bucket_programs import PROGRAMS, ProgramServer, find
 from emulator.faults import Faults, parse
 from emulator.injector import Injector
+from emulator.job_environment import IMAGES, Image
 from emulator.live_mount import LAG, Lag
 from emulator.profiles import PROFILES
 from emulator.serve import Emulator
-from jobs import live, logs, plot, preflight, recipe, tiny
+from jobs import live, logs, machine, model_fetch, plot, preflight, probe, recipe, tiny
 from jobs.bucket import BucketSettings
 from jobs.cache import cache_dir
 from jobs.errors import AsyncgrpoError, ConfigError
@@ -55,6 +57,7 @@ class Options:
     run_name: str | None = None
     faults: str | None = None
     seed: int = 0
+    gpus: str | None = None
     as_json: bool = False
 
 
@@ -68,6 +71,9 @@ def emulate(options: Options) -> int:
     started_at = _process_started_at()
     logs.to_stderr(logging.WARNING)
     chosen = _recipe(options)
+    devices = () if options.engine == "sim" else gpus.places(options.gpus, probe.gpus(os.environ), chosen)
+    own = gpus.machine_of_a_replica(probe.machine(len(set(devices))), devices, chosen)
+    chosen = machine.resolve(chosen, own, model_fetch.weights_bytes(chosen.model.id))
     faults = parse(options.faults or "")
     wanted = options.run_name or f"{chosen.name}-{time.strftime('%m%d-%H%M%S')}".lower()
     if (run := run_name(wanted)) != wanted:
@@ -84,7 +90,7 @@ def emulate(options: Options) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with interruptible():
         try:
-            summary = _run(options, chosen, run, folder, bucket, faults, started_at)
+            summary = _run(options, chosen, run, folder, bucket, devices, faults, started_at)
         except KeyboardInterrupt:
             click.echo("interrupted: every Job was cancelled", err=True)
             return INTERRUPTED
@@ -109,6 +115,7 @@ def _run(
     run: str,
     folder: Path,
     bucket: BucketSettings | BucketServer,
+    devices: tuple[str, ...],
     faults: Faults,
     started_at: float,
 ) -> dict[str, Any]:
@@ -117,7 +124,8 @@ def _run(
         LAG.mean_s if faults.mount_lag_s is None else faults.mount_lag_s,
         LAG.missing_s if faults.mount_missing_s is None else faults.mount_missing_s,
     )
-    emulator = Emulator(bucket=bucket, https=options.tls, lag=lag, logs=folder / "logs")
+    images = {"*": Image(environment=gpus.image_environment(os.environ))} if devices else IMAGES
+    emulator = Emulator(bucket=bucket, devices=devices, images=images, https=options.tls, lag=lag, logs=folder / "logs")
     injector = Injector(faults)
     summary: dict[str, Any] = {}
     try:

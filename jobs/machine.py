@@ -57,8 +57,13 @@ def resolve(recipe: Recipe, machine: Machine, weights_bytes: int | None) -> Reci
     `weights_bytes` is the size of the base model's weights on disk; None if it is not known.
 
     Raises:
-        ConfigError: the engines do not fit.
+        ConfigError: the engines do not fit, or the GPUs cannot compute in `model.dtype`.
     """
+    if machine.gpus and recipe.model.dtype == "float32":
+        raise ConfigError(
+            "model.dtype = 'float32': vLLM serves adapters on a GPU in bfloat16 or float16 only. Set "
+            "model.dtype = 'bfloat16' (or 'auto')."
+        )
     if recipe.model.dtype == "auto":
         # vLLM's adapters have no float32 on a GPU, and a CPU is slower with bfloat16.
         dtype = "bfloat16" if machine.gpus else "float32"

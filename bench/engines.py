@@ -1,0 +1,413 @@
+"""How many tokens a second the engines of one replica give: `python -m bench.engines serve DIR` and `measure DIR OUT`.
+
+`serve` runs a real replica Job (`role replica`) with a moto bucket, publishes an adapter and loads it on each engine,
+and stays. `measure` loads the first N of them in each of its cells, and prints and writes a table. The model is what
+`python -m bench.models` built.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import load
+from jobs import lease, machine, manifest, model_fetch, probe
+from jobs.bucket import Bucket
+from jobs.http import KEY_HEADER
+from jobs.names import WireName
+from jobs.recipe import Recipe
+from jobs.spec import ModelRef, RunSpec, spec_key
+
+RUN, ATTEMPT, VERSION = "bench", 1, 1
+WIRE = str(WireName(RUN, ATTEMPT, VERSION))
+PORT = 8000
+LEASE_S = 7200
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One load: on the first `engines` of them, each with cores of its own if `pinned`."""
+
+    engines: int
+    in_flight: int
+    way: str = "tokens"
+    seeded: bool = False
+    pinned: bool = False
+    profile: bool = False
+    """Take a profile of the first engine's processes meanwhile, with py-spy; costs it a little."""
+
+
+STOCK = [Cell(1, n, "vllm", seeded=True) for n in (384, 768, 128)]
+"""vLLM as it is, asked as TRL 1.16 asks."""
+PLAN = [
+    *STOCK,
+    Cell(1, 384, "vllm"),
+    Cell(1, 384, "generate"),
+    Cell(1, 384, seeded=True),
+    *(Cell(1, n) for n in (384, 768, 128)),
+    Cell(4, 768, "vllm", seeded=True),
+    Cell(4, 768, seeded=True),
+    *(Cell(4, n) for n in (768, 384, 128)),
+    Cell(4, 768, pinned=True),
+    *(Cell(2, n) for n in (768, 384, 128)),
+    *(Cell(8, n) for n in (768, 384)),
+    Cell(8, 768, pinned=True),
+    *(Cell(6, n) for n in (768, 384)),
+    Cell(3, 768),
+    Cell(1, 384, "vllm", seeded=True, profile=True),
+    Cell(1, 384, profile=True),
+    Cell(8, 1536),
+    Cell(4, 1536),
+]
+
+
+def recipe(model: Path, engines: int, flags: Mapping[str, Any]) -> Recipe:
+    """A run's recipe, as far as a replica reads it."""
+    return Recipe.from_dict(
+        {
+            "name": "bench",
+            "model": {"id": str(model), "dtype": "auto"},
+            "dataset": {"load": "bench.models:prompts"},
+            "reward": {"functions": ["bench.models:vowels"]},
+            "lora": {"r": 1, "alpha": 2},
+            "replica": {"count": 1, "engines": engines, "vllm": {"max_model_len": 4096, **flags}},
+            "jobs": {"lease_s": LEASE_S},
+        }
+    )
+
+
+def write_adapter(directory: Path, config: Mapping[str, Any]) -> None:
+    """A random adapter of rank 1 over all linear layers, small enough to change little."""
+    import numpy
+    from safetensors.numpy import save_file
+
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    shapes = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    draw = numpy.random.default_rng(0)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (outputs, inputs) in shapes.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = (draw.standard_normal((1, inputs)) * 0.02).astype("f4")
+            tensors[f"{prefix}.lora_B.weight"] = (draw.standard_normal((outputs, 1)) * 0.02).astype("f4")
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "bench",
+        "r": 1,
+        "lora_alpha": 2,
+        "bias": "none",
+        "target_modules": sorted(name.rpartition(".")[2] for name in shapes),
+        "inference_mode": True,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def serve(model: Path, directory: Path, engines: int, flags: Mapping[str, Any]) -> int:
+    """Runs the replica until it ends; `DIR/ready.json` is there once every engine has the adapter."""
+    from moto.server import ThreadedMotoServer
+
+    directory.mkdir(parents=True, exist_ok=True)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    key = secrets.token_hex(32)
+    environ = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "bench",
+        "AWS_SECRET_ACCESS_KEY": "bench",
+        "ASYNCGRPO_BUCKET": f"s3://{RUN}",
+        "ASYNCGRPO_RUN": RUN,
+        "ASYNCGRPO_KEY": key,
+        "ASYNCGRPO_CACHE": str(directory / "cache"),
+    }
+    (directory / "cache").mkdir(exist_ok=True)
+    import boto3
+
+    boto3.client(
+        "s3",
+        endpoint_url=environ["AWS_ENDPOINT_URL"],
+        region_name="us-east-1",
+        aws_access_key_id="bench",
+        aws_secret_access_key="bench",
+    ).create_bucket(Bucket=RUN)
+    bucket = Bucket.from_env(environ)
+    whole = machine.resolve(
+        recipe(model, engines, flags), probe.machine(len(probe.gpus(os.environ))), model_fetch.weights_bytes(str(model))
+    )
+    spec = RunSpec(RUN, whole, ModelRef("path", str(model), "bench"))
+    bucket.put(spec_key(RUN), spec.to_json())
+    lease.renew(bucket, RUN)
+    write_adapter(directory / "adapter", json.loads((model / "config.json").read_text()))
+    where = publish(bucket, directory / "adapter", key)
+    command = [sys.executable, "asyncgrpo.py", "role", "replica"]
+    with (directory / "replica.log").open("wb") as log:
+        replica = subprocess.Popen(command, env={**os.environ, **environ}, stdout=log, stderr=subprocess.STDOUT)
+    signal.signal(signal.SIGTERM, lambda *_: replica.terminate())
+    threading.Thread(target=_load_all, args=(engines, key, where, directory, replica.pid), daemon=True).start()
+    return replica.wait()
+
+
+def publish(bucket: Bucket, adapter: Path, key: str) -> str:
+    """Puts the adapter into the bucket as the proxy does; what a load names it by."""
+    name = WireName(RUN, ATTEMPT, VERSION)
+    made = manifest.build(adapter, name, "bench").sign(key)
+    prefix = manifest.adapter_prefix(RUN, ATTEMPT, VERSION)
+    for file in made.files:
+        bucket.put_file(f"{prefix}/{file}", adapter / file)
+    bucket.put(manifest.manifest_key(RUN, ATTEMPT, VERSION), made.to_json())
+    return f"manifest:{manifest.manifest_key(RUN, ATTEMPT, VERSION)}"
+
+
+def _load_all(engines: int, key: str, where: str, directory: Path, supervisor: int) -> None:
+    started = time.monotonic()
+    ready: dict[int, float] = {}
+    while len(ready) < engines:
+        for engine in set(range(engines)) - set(ready):
+            with suppress(OSError):
+                _call(engine, key, "/health")
+                body = {"lora_name": WIRE, "lora_path": where, "load_inplace": False}
+                _call(engine, key, "/v1/load_lora_adapter", body)
+                ready[engine] = round(time.monotonic() - started, 1)
+        time.sleep(0.5)
+    state = {"key": key, "engines": engines, "supervisor": supervisor, "start_s": ready}
+    (directory / "ready.json").write_text(json.dumps(state))
+
+
+def _call(engine: int, key: str, path: str, body: Any = None) -> bytes:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORT + engine}{path}",
+        data=None if body is None else json.dumps(body).encode(),
+        headers={KEY_HEADER: key, "content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return bytes(answer.read())
+
+
+@dataclass(frozen=True)
+class Processes:
+    """An engine's two kinds of process."""
+
+    server: int
+    scheduler: list[int]
+
+    @property
+    def pids(self) -> list[int]:
+        """All of them."""
+        return [self.server, *self.scheduler]
+
+
+def processes(state: Mapping[str, Any]) -> list[Processes]:
+    """The processes of each engine, in the order of their ports."""
+    found: dict[int, Processes] = {}
+    for pid in load.children(state["supervisor"]):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"--port" in words:
+            port = int(words[words.index(b"--port") + 1])
+            found.setdefault(port, Processes(pid, load.children(pid)))
+    return [found[port] for port in sorted(found)]
+
+
+def pin(engines: list[Processes], number: int, pinned: bool) -> None:
+    """Gives each of the first `number` engines cores of its own, or lets all run anywhere."""
+    available = probe.cores()
+    for index, engine in enumerate(engines):
+        own = machine.cores(available, number, index) if pinned and index < number else available
+        for pid in engine.pids:
+            for task in Path(f"/proc/{pid}/task").glob("*"):
+                with suppress(OSError):
+                    os.sched_setaffinity(int(task.name), own)
+
+
+def measure(directory: Path, out: Path, vocabulary: int, warm_s: float, measure_s: float, deadline_s: float) -> None:
+    """Runs the cells of the plan until the deadline; a line for each goes to `OUT/engines.jsonl` and to stdout."""
+    started = time.monotonic()
+    state = json.loads((directory / "ready.json").read_text())
+    out.mkdir(parents=True, exist_ok=True)
+    found = processes(state)
+    headers = {KEY_HEADER: state["key"]}
+    same(state, out)
+    print(f"engines up after {state['start_s']} s", flush=True)
+    print(
+        "engines in-flight way      seed pin   tokens/s steps/s server-ms scheduler-ms GPU-% GPU-GB failed", flush=True
+    )
+    for cell in PLAN:
+        if cell.engines > len(found):
+            continue
+        if time.monotonic() - started > deadline_s - warm_s - measure_s - 3:
+            print(f"left out for want of time: {cell}")
+            continue
+        pin(found, cell.engines, cell.pinned)
+        urls = [f"http://127.0.0.1:{PORT + engine}" for engine in range(cell.engines)]
+        shape = load.Shape(WIRE, vocabulary=vocabulary, seeded=cell.seeded, way=cell.way)
+        used = found[: cell.engines]
+        kinds = {
+            "server": [engine.server for engine in used],
+            "scheduler": [pid for engine in used for pid in engine.scheduler],
+        }
+        with Profiles(cell, used[0], out, warm_s, measure_s), GpuWatch(warm_s + measure_s / 2) as gpu:
+            result = asyncio.run(load.run(urls, headers, shape, cell.in_flight, warm_s, measure_s, kinds))
+        row = {**asdict(cell), **asdict(result), "gpu": gpu.seen}
+        with (out / "engines.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(
+            f"{cell.engines:7} {cell.in_flight:9} {cell.way:8} {'yes' if cell.seeded else 'no':4} "
+            f"{'yes' if cell.pinned else 'no':4} {result.tokens_per_s:9,.0f} {result.steps_per_s:7.1f} "
+            f"{result.cpu['server']:9.4f} {result.cpu['scheduler']:12.4f} {gpu.seen[0]:5} {gpu.seen[1] / 1000:6.1f} "
+            f"{result.failed:6}{' profiled' if cell.profile else ''}",
+            flush=True,
+        )
+
+
+def same(state: Mapping[str, Any], out: Path) -> None:
+    """Compares the answers for tokens alone with vLLM's own: same tokens, and logprobs within what bfloat16 leaves."""
+    prompt = list(range(1000, 1128))
+    rows = []
+    for number, change in enumerate([{"temperature": 0.0}, {"seed": 3}, {"seed": 4}, {"temperature": 0.0}]):
+        asked = {
+            "model": WIRE if number < 3 else "bench",
+            "prompt": prompt,
+            "max_tokens": 64,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "temperature": 1.0,
+            **change,
+        }
+        ours, theirs = (
+            json.loads(_call(0, state["key"], "/v1/completions", each))["choices"][0]
+            for each in (asked, {**asked, "user": "bench"})
+        )
+        pairs = zip(ours["logprobs"]["token_logprobs"], theirs["logprobs"]["token_logprobs"], strict=True)
+        alike = sum(a == b for a, b in zip(ours["token_ids"], theirs["token_ids"], strict=True))
+        rows.append(
+            {
+                **change,
+                "tokens_alike": alike,
+                "text_alike": ours["text"] == theirs["text"],
+                "logprobs_differ_by": max(abs(a - b) for a, b in pairs),
+            }
+        )
+    print("answers for tokens alone against vLLM's own, 64 tokens each:", *map(json.dumps, rows), sep="\n", flush=True)
+    (out / "same.json").write_text(json.dumps(rows, indent=1))
+
+
+class GpuWatch:
+    """What the driver says of the GPU, asked once after `after_s`: (use in percent, memory in MiB)."""
+
+    def __init__(self, after_s: float) -> None:
+        self.seen: tuple[int, int] = (0, 0)
+        self._timer = threading.Timer(after_s, self._look)
+
+    def __enter__(self) -> "GpuWatch":
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._timer.join()
+
+    def _look(self) -> None:
+        command = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
+        with suppress(OSError, subprocess.SubprocessError, ValueError):
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+            use, memory = answer.splitlines()[0].split(",")
+            self.seen = (int(use), int(memory))
+
+
+class Profiles:
+    """Runs py-spy on both processes of an engine during a profiled cell."""
+
+    def __init__(self, cell: Cell, engine: Processes, out: Path, warm_s: float, measure_s: float) -> None:
+        self._commands = []
+        if cell.profile:
+            for kind, pid in (("server", engine.server), ("scheduler", max(engine.scheduler, key=load.cpu_s))):
+                file = out / f"profile-{cell.way}-{kind}.txt"
+                self._commands.append(
+                    [
+                        "py-spy",
+                        "record",
+                        "-d",
+                        str(int(measure_s)),
+                        "-r",
+                        "100",
+                        "-f",
+                        "raw",
+                        "-o",
+                        str(file),
+                        "-p",
+                        str(pid),
+                    ]
+                )
+        self._warm_s = warm_s
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> None:
+        def start() -> None:
+            for command in self._commands:
+                with suppress(OSError):
+                    self._running.append(
+                        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                    )
+
+        self._timer = threading.Timer(self._warm_s, start)
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.join()
+        for process in self._running:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def main(words: list[str]) -> int:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    serving = commands.add_parser("serve")
+    serving.add_argument("directory", type=Path)
+    serving.add_argument("--model", type=Path, required=True)
+    serving.add_argument("--engines", type=int, default=8)
+    serving.add_argument("--flag", action="append", default=[], metavar="NAME=JSON")
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("directory", type=Path)
+    measuring.add_argument("out", type=Path)
+    measuring.add_argument("--vocabulary", type=int, default=32000)
+    measuring.add_argument("--warm", type=float, default=4.0)
+    measuring.add_argument("--seconds", type=float, default=7.0)
+    measuring.add_argument("--deadline", type=float, default=3600.0)
+    chosen = parser.parse_args(words)
+    if chosen.command == "serve":
+        flags = {name: json.loads(value) for name, _, value in (flag.partition("=") for flag in chosen.flag)}
+        return serve(chosen.model.resolve(), chosen.directory.resolve(), chosen.engines, flags)
+    measure(chosen.directory, chosen.out, chosen.vocabulary, chosen.warm, chosen.seconds, chosen.deadline)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
