@@ -32,6 +32,9 @@ RETRY_S = 120.0
 """How long a call is retried before it fails: a bucket that is away for a minute must not end a run."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Back-off between tries: doubles from the first to the longest, each with full jitter."""
+SHOWN_S = 30.0
+"""How long a bucket may take to show an object that was written for sure. Seen at the Hub's: about 2.5 s."""
+SHOWN_POLL_S = 0.2
 CONNECT_S, READ_S = 5.0, 60.0
 MULTIPART_BYTES = 64 << 20
 """Files over this size are sent in parts; 5 GiB is the limit of one PUT in S3's own documentation."""
@@ -185,6 +188,21 @@ class Bucket:
         """The object's bytes and its etag, for `put_if`."""
         response = self._retried(lambda: self._send("GET", key), f"get {key}")
         return response.data, response.headers.get("etag", "")
+
+    def get_shown(self, key: str, within_s: float = SHOWN_S) -> bytes:
+        """The bytes of an object that was written for sure, though the bucket may show it late.
+
+        Raises:
+            NotFound: it does not show it within `within_s`.
+        """
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                return self.get(key)
+            except NotFound:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(SHOWN_POLL_S)
 
     def age_s(self, key: str) -> float:
         """Whole seconds since the object was written, by the bucket's own clock: `Date` less `Last-Modified`.

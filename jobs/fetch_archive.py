@@ -18,6 +18,8 @@ from pathlib import Path
 
 RETRY_S = 120.0
 """As jobs.bucket.RETRY_S."""
+SHOWN_S = 30.0
+"""As jobs.bucket.SHOWN_S."""
 
 
 def request(key: str, environ: Mapping[str, str], now: time.struct_time) -> urllib.request.Request:
@@ -44,15 +46,15 @@ def request(key: str, environ: Mapping[str, str], now: time.struct_time) -> urll
 
 
 def fetch(key: str, environ: Mapping[str, str]) -> bytes:
-    """The object's bytes; what passes is tried again."""
-    deadline = time.monotonic() + RETRY_S
+    """The object's bytes; what passes is tried again, and a bucket may show the object late."""
+    started = time.monotonic()
     while True:
         try:
             with urllib.request.urlopen(request(key, environ, time.gmtime()), timeout=60) as answer:
                 return bytes(answer.read())
         except OSError as error:
-            passing = getattr(error, "code", 503) in (429, 500, 502, 503, 504)
-            if not passing or time.monotonic() > deadline:
+            patience_s = {404: SHOWN_S, **dict.fromkeys((429, 500, 502, 503, 504), RETRY_S)}
+            if time.monotonic() - started > patience_s.get(getattr(error, "code", 503), 0.0):
                 sys.exit(f"asyncgrpo.pyz could not be fetched from {environ['ASYNCGRPO_BUCKET']}: {error}")
             time.sleep(1)
 

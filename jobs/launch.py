@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from huggingface_hub import JobInfo, Volume
 
 from jobs import bundle, deadlines, labels, leader, lease
-from jobs.bucket import Bucket
+from jobs.bucket import SHOWN_S, Bucket
 from jobs.crew import PORT, TERMINAL, Crew
 from jobs.errors import BucketError, ConfigError, NotFound, RunFailed
 from jobs.leader import Leader, Leadership
@@ -195,16 +195,16 @@ class Launch:
                 progress = self._progress()
                 seen(Glance(progress, jobs, now - started))
                 if progress.get("state") == "done":
-                    return self.summary()
+                    return self.summary(SHOWN_S)
                 self._trainer_ended(trainer, progress)
             else:
                 self._check(watch, jobs, progress, now)
             time.sleep(self.site.poll_s)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, within_s: float = 0.0) -> dict[str, Any]:
         """The summary as the trainer left it in the bucket; every field null where it left none."""
         try:
-            found: dict[str, Any] = json.loads(self.bucket.get(summary_key(self.run)))
+            found: dict[str, Any] = json.loads(self.bucket.get_shown(summary_key(self.run), within_s))
         except NotFound:
             found = {**dict.fromkeys(FIELDS), "run": self.run, "recipe": self.recipe.name, "engine": self.engine}
         return {**found, "bucket": self.site.bucket.url}

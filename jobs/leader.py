@@ -18,7 +18,7 @@ from typing import Any
 from huggingface_hub import JobInfo
 
 from jobs import hub, labels, lease
-from jobs.bucket import Bucket
+from jobs.bucket import SHOWN_S, Bucket
 from jobs.crew import TERMINAL, Crew
 from jobs.deadlines import Watch
 from jobs.errors import AsyncgrpoError, BucketError, ConfigError, NotFound, RunFailed
@@ -213,7 +213,7 @@ class StandIn:
         if not (environ.get("HF_TOKEN") and environ.get("HF_ENDPOINT") and environ.get("JOB_ID")):
             return None
         try:
-            roster = Roster.read(bucket, spec.run, environ.get("ASYNCGRPO_KEY", ""))
+            roster = Roster.read(bucket, spec.run, environ.get("ASYNCGRPO_KEY", ""), SHOWN_S)
         except ConfigError as error:
             log.warning("%s", error)
             return None

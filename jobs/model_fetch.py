@@ -5,13 +5,17 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from jobs.bucket import Bucket
+from jobs.bucket import SHOWN_S, Bucket
 from jobs.cache import cache_dir
 from jobs.errors import ConfigError, RunFailed
 from jobs.spec import ModelRef
+
+AGAIN_S = 1.0
+"""Before a model that was not whole is fetched again."""
 
 
 def obtain(model: ModelRef, bucket: Bucket, environ: Mapping[str, str]) -> str:
@@ -37,8 +41,14 @@ def obtain(model: ModelRef, bucket: Bucket, environ: Mapping[str, str]) -> str:
     lock = os.open(directory.with_suffix(".lock"), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not directory.is_dir():
-            _fetch(model.source, bucket, directory, expected)
+        deadline = time.monotonic() + SHOWN_S
+        while not directory.is_dir():
+            try:
+                _fetch(model.source, bucket, directory, expected)
+            except RunFailed:  # it may be that the bucket does not show all of it yet
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(AGAIN_S)
     finally:
         os.close(lock)
     return str(directory)

@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 THREADS = 8
 """For calls of the bucket: both files of a publish, a few marks and the look-out for replicas, with room to spare."""
 NOTES = ".published.jsonl"
-SEEN_LATER_S = 0.2
-"""Between two looks for a manifest that the bucket has and does not show yet."""
 RECOVERED_VERSIONS = 64
 """How many of the newest versions a restarted proxy reads back. TRL names at most max_staleness + 2 (default 6)."""
 
@@ -79,7 +77,7 @@ class Publisher:
         signed = replace(manifest, published_at=time.time()).sign(self._key)
         if not await self.in_thread(lambda: self.bucket.put_new(f"{prefix}/manifest.json", signed.to_json())):
             # An earlier process of this proxy got as far; it may have been killed before it could say so.
-            found = await self._seen(manifest.version)
+            found = await self.in_thread(lambda: self._read(manifest.version, self.bucket.retry_s))
             if found.digest != manifest.digest:
                 raise VersionRefused(
                     f"{manifest.wire_name} is in the bucket with digest {found.digest[:12]} and cannot become "
@@ -185,17 +183,6 @@ class Publisher:
         except (NotFound, ValueError, KeyError, TypeError):
             return Published(manifest, VersionState.RETIRED)
 
-    async def _seen(self, version: int) -> Manifest:
-        """The manifest that the bucket has, as it told a conditional PUT; it may show it only later."""
-        deadline = time.monotonic() + self.bucket.retry_s
-        while True:
-            try:
-                return await self.in_thread(lambda: self._read(version))
-            except NotFound:
-                if time.monotonic() > deadline:
-                    raise
-            await asyncio.sleep(SEEN_LATER_S)
-
     def _note(self, manifest: Manifest) -> None:
         if self.output_dir is not None:
             with (self.output_dir / NOTES).open("ab") as notes:
@@ -212,9 +199,10 @@ class Publisher:
             if (manifest.run, manifest.attempt) == (self.run, self.attempt) and manifest.verify_signature(self._key)
         }
 
-    def _read(self, version: int) -> Manifest:
+    def _read(self, version: int, within_s: float = 0.0) -> Manifest:
         name = WireName(self.run, self.attempt, version)
-        return self._verified(str(name), self.bucket.get(manifest_key(name.run, name.attempt, name.version)))
+        key = manifest_key(name.run, name.attempt, name.version)
+        return self._verified(str(name), self.bucket.get_shown(key, within_s))
 
     def _verified(self, wire: str, data: bytes) -> Manifest:
         manifest = Manifest.from_json(data)

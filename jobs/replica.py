@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jobs import bundle, lease, machine, model_fetch, probe, processes
-from jobs.bucket import Bucket
+from jobs.bucket import SHOWN_S, Bucket
 from jobs.errors import ConfigError, RunFailed
 from jobs.leader import StandIn
 from jobs.plan import resolve
@@ -156,7 +156,7 @@ def run(environ: Mapping[str, str]) -> int:
         RunFailed: an engine ended by itself; with the last lines of its log.
     """
     bucket = Bucket.from_env(environ)
-    spec = RunSpec.read(bucket, environ["ASYNCGRPO_RUN"])
+    spec = RunSpec.read(bucket, environ["ASYNCGRPO_RUN"], SHOWN_S)
     index = int(environ.get("ASYNCGRPO_REPLICA", "0"))
     model = model_fetch.obtain(spec.model, bucket, environ)
     adapters = Path(tempfile.mkdtemp(prefix="asyncgrpo-adapters-", dir=environ.get("ASYNCGRPO_CACHE")))

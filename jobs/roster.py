@@ -72,14 +72,14 @@ class Roster:
             raise ConfigError(f"the roster cannot be read by this version of asyncgrpo: {error!r}") from error
 
     @classmethod
-    def read(cls, bucket: Bucket, run: str, key: str | None = None) -> "Roster":
+    def read(cls, bucket: Bucket, run: str, key: str | None = None, within_s: float = 0.0) -> "Roster":
         """The roster of `run`. With the run's key, its signature is verified: who starts Jobs gives them secrets.
 
         Raises:
             ConfigError: no Jobs were ever started for it from this bucket, or it was not signed with this key.
         """
         try:
-            signature, _, data = bucket.get(roster_key(run)).partition(b"\n")
+            signature, _, data = bucket.get_shown(roster_key(run), within_s).partition(b"\n")
             if key is not None and not hmac.compare_digest(signature, _sign(data, key)):
                 raise ConfigError(
                     f"{roster_key(run)} was not signed with the key of run {run}: no Job is started by it."

@@ -59,14 +59,14 @@ class RunSpec:
             raise ConfigError(f"spec.json cannot be read by this version of asyncgrpo: {error}") from error
 
     @classmethod
-    def read(cls, bucket: Bucket, run: str) -> "RunSpec":
-        """The specification of `run`.
+    def read(cls, bucket: Bucket, run: str, within_s: float = 0.0) -> "RunSpec":
+        """The specification of `run`. A role of it, which was started after that was written, waits for it.
 
         Raises:
             ConfigError: there is no such run in the bucket.
         """
         try:
-            return cls.from_json(bucket.get(spec_key(run)))
+            return cls.from_json(bucket.get_shown(spec_key(run), within_s))
         except NotFound as error:
             raise ConfigError(f"run {run!r} is not in the bucket {bucket.settings.url}: no {error.key}.") from error
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jobs import bundle, journal, processes, rewards, trl_patches
-from jobs.bucket import Bucket
+from jobs.bucket import SHOWN_S, Bucket
 from jobs.errors import ConfigError
 from jobs.recipe import Recipe
 from jobs.spec import RunSpec
@@ -143,7 +143,7 @@ def build(recipe: Recipe, environ: Mapping[str, str], stop: Stop, on_cpu: bool) 
 def _read_spec(environ: Mapping[str, str]) -> RunSpec:
     if file := environ.get("ASYNCGRPO_SPEC_FILE"):
         return RunSpec.from_json(Path(file).read_bytes())
-    return RunSpec.read(Bucket.from_env(environ), environ["ASYNCGRPO_RUN"])
+    return RunSpec.read(Bucket.from_env(environ), environ["ASYNCGRPO_RUN"], SHOWN_S)
 
 
 def _prepare_environment(spec: RunSpec) -> None:

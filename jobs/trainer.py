@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import attempts, bundle, checkpoints, lease, model_fetch, processes
-from jobs.bucket import Bucket
+from jobs.bucket import SHOWN_S, Bucket
 from jobs.errors import BucketError, NotFound, RunFailed
 from jobs.leader import StandIn
 from jobs.progress import Progress, metrics_key, progress_key
@@ -51,7 +51,7 @@ def run(environ: Mapping[str, str]) -> int:
     """
     bucket = Bucket.from_env(environ)
     name = environ["ASYNCGRPO_RUN"]
-    spec = RunSpec.read(bucket, name)
+    spec = RunSpec.read(bucket, name, SHOWN_S)
     supervisor = Supervisor(bucket, spec, attempts.claim(bucket, name), environ, Path.cwd())
     return supervisor.run()
 

@@ -3,8 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from emulator.bucket import MotoServer
+from jobs import model_fetch
 from jobs.bucket import Bucket
-from jobs.errors import ConfigError, RunFailed
+from jobs.errors import ConfigError, NotFound, RunFailed
 from jobs.model_fetch import digest, obtain
 from jobs.spec import ModelRef
 from tests.conftest import MotoBucket
@@ -40,7 +42,27 @@ def test_a_model_comes_through_the_bucket_once(moto_bucket: MotoBucket, model: P
     assert obtain(ref, bucket, environ) == directory
 
 
-def test_a_damaged_model_is_not_used(moto_bucket: MotoBucket, model: Path, tmp_path: Path) -> None:
+def test_a_bucket_may_show_a_model_late(model: Path, tmp_path: Path) -> None:
+    moto = MotoServer()
+    bucket = Bucket(moto.start())
+    try:
+        moto.disturb(lag_s=1.0)
+        ref = publish(bucket, model)
+        assert bucket.list("") == [], "it is shown already"
+        directory = obtain(ref, bucket, {"ASYNCGRPO_CACHE": str(tmp_path / "cache")})
+        assert digest(Path(directory)) == digest(model)
+        bucket.put("run", b"new")
+        with pytest.raises(NotFound):
+            bucket.get_shown("run", 0.1)
+        assert bucket.get_shown("run") == b"new"
+    finally:
+        moto.stop()
+
+
+def test_a_damaged_model_is_not_used(
+    moto_bucket: MotoBucket, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_fetch, "SHOWN_S", 0.0)
     bucket = Bucket.from_env(moto_bucket.environ)
     ref = publish(bucket, model)
     bucket.put(f"{ref.source}/config.json", b"{}")
