@@ -109,6 +109,9 @@ def serve_plain(port: int, urls: Sequence[str]) -> None:
     turns = itertools.cycle(urls)
     sessions: list[aiohttp.ClientSession] = []
 
+    async def close(app: web.Application) -> None:
+        await sessions[0].close()
+
     async def forward(request: web.Request) -> web.Response:
         body = await request.read()
         headers = {"Content-Type": request.content_type}
@@ -121,6 +124,7 @@ def serve_plain(port: int, urls: Sequence[str]) -> None:
         sessions.append(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", forward)
+        app.on_cleanup.append(close)
         return app
 
     uvloop.install()

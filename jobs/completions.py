@@ -159,7 +159,7 @@ class Completions:
             self._pool.end(name)
 
     async def _complete(self, scope: Scope, demand: Demand, name: str, judged: bool, send: Send) -> None:
-        prompts = len(demand.prompts()) if judged else 0
+        prompts = len(demand.prompts()) if scope["path"] == "/v1/completions" else 0
         if prompts > self._limits.max_batch:
             text = f"{prompts} prompts are more than proxy.max_batch = {self._limits.max_batch} allows. Raise it."
             await respond_error(send, 400, text, "BadRequestError")

@@ -1,10 +1,19 @@
 """HTTP to engines, byte by byte."""
 
 import asyncio
+import datetime
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+import uvloop
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from jobs import connections
 from jobs.connections import BrokenOff, Connections, Response, Unreachable, origin
@@ -240,6 +249,61 @@ def test_nobody_there(free_port: int) -> None:
             await get(Connections(), f"http://127.0.0.1:{free_port}")
 
     asyncio.run(main())
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    """A certificate for localhost and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "cert.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
+    (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return folder / "cert.pem", folder / "key.pem"
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_https_is_verified_and_reused(
+    run: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate, key = self_signed(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    body = bytes(300_000)
+    ok = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    made: list[int] = []
+    ended: list[int] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        made.append(1)
+        for _ in range(2):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(ok)
+        await reader.read()
+        writer.close()
+        ended.append(1)
+
+    async def main() -> None:
+        listening = await asyncio.start_server(talk, "127.0.0.1", 0, ssl=context)
+        url = f"https://localhost:{listening.sockets[0].getsockname()[1]}"
+        with pytest.raises(Unreachable, match="certificate"):
+            await get(Connections(), url)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        pool = Connections()
+        for _ in range(2):
+            assert await (await get(pool, url)).read() == body
+        assert len(made) == 1
+        pool.close()
+        await until(lambda: bool(ended))
+        listening.close()
+
+    run(main())
 
 
 @pytest.mark.parametrize(
