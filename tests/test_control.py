@@ -458,18 +458,50 @@ def test_a_retired_version_still_asked_for_is_revived(tmp_path: Path, moto_bucke
     asyncio.run(main())
 
 
-def test_an_engine_that_serves_the_base_under_a_name_is_found(tmp_path: Path, moto_bucket: MotoBucket) -> None:
+def test_an_engine_that_serves_the_base_under_every_name_is_found_at_the_first_sync_that_can_show_it(
+    tmp_path: Path, moto_bucket: MotoBucket
+) -> None:
     async def main() -> None:
         async with run_of(tmp_path, moto_bucket.environ) as run:
             proxy = await run.proxy()
-            run.sims[1].fault("completion", base=True, model=wire(1), count=10**6)
-            assert (await proxy.load(1, run.adapter(1)))[0] == 200
+            run.sims[1].fault("completion", base=True, count=10**6)
+            assert (await proxy.load(1, run.adapter(1, scale=0.0)))[0] == 200
+            await proxy.until_served(1, "0", "1")
+            assert {(await proxy.complete(1, prompt))[0] for prompt in range(10)} == {200}
+            assert (await proxy.load(2, run.adapter(2)))[0] == 200
+            answers = await asyncio.gather(*(proxy.complete(2, prompt) for prompt in range(20)))
+            assert {status for status, _ in answers} == {200}
             await until(lambda: _is(proxy.states(), {"0": "ready", "1": "suspect"}))
             reason = (await proxy.status())["replicas"][1]["reason"]
-            assert reason.startswith(f"cannot serve {wire(1)}: the canary is the base model's, bit for bit")
-            assert {(await proxy.complete(1, prompt))[0] for prompt in range(10)} == {200}
-            assert not [e for e in run.sims[1].events("completion", wire(1)) if e["seed"] is not None]
-            assert (await proxy.status())["fatal"] is None
+            assert reason.startswith(f"cannot serve {wire(2)}: the canary is the base model's, bit for bit")
+            for version in (3, 4):
+                assert (await proxy.load(version, run.adapter(version)))[0] == 200
+                assert {(await proxy.complete(version, prompt))[0] for prompt in range(10)} == {200}
+            used = [e["model"] for e in run.sims[1].events("completion") if e["seed"] is not None]
+            assert set(used) <= {wire(1)}, "it was used for what it does not serve"
+            now = await proxy.status()
+            assert (now["fatal"], now["completions"]["lost"]) == (None, 0)
+
+    asyncio.run(main())
+
+
+def test_a_single_engine_that_serves_the_base_ends_the_run_and_answers_nothing(
+    tmp_path: Path, moto_bucket: MotoBucket
+) -> None:
+    async def main() -> None:
+        async with run_of(tmp_path, moto_bucket.environ, sims=1) as run:
+            proxy = await run.proxy()
+            run.sims[0].fault("completion", base=True, count=10**6)
+            assert (await proxy.load(1, run.adapter(1, scale=0.0)))[0] == 200
+            assert (await proxy.complete(1))[0] == 200
+            assert (await proxy.status())["fatal"] is None, "a zero adapter is the base"
+            assert (await proxy.load(2, run.adapter(2)))[0] == 200
+            status, answer = await proxy.complete(2)
+            assert status == 503
+            words = f"no replica can serve {wire(2)}: replica 0: the canary is the base model's, bit for bit"
+            assert answer["error"]["message"].startswith(words)
+            assert (await proxy.status())["fatal"].startswith(words)
+            assert not [e for e in run.sims[0].events("completion", wire(2)) if e["seed"] is not None]
 
     asyncio.run(main())
 
