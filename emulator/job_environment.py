@@ -7,8 +7,10 @@ Two things a container gives and a local process cannot have are made by agreeme
 
 - *Mount paths.* A volume asked for at `/data` is a directory of the Job. Every mention of that path in the command,
   arguments and environment is rewritten to it: `/data/x`, `--out=/data`, `bash -c 'ls /data'`, but not `s3://a/data`.
-- *Ports.* Two Jobs may both expose port 8000. A program that reads `ASYNCGRPO_BIND_8000` ("host:port") binds that
-  instead. One that does not is found all the same, if it is the one that listens on 8000 (see `emulator.ports`).
+- *Ports.* Two Jobs may both expose port 8000. Each has a local port for it, by which the number is replaced where a
+  command or variable says it: `--port 8000`, `http.server 8000`, `0.0.0.0:8000`, `PORT=8000`, but not `--max-len 8000`
+  or `other.host:8000`. A program may read `ASYNCGRPO_BIND_8000` ("host:port") instead. One that listens on 8000 without
+  saying so anywhere is found all the same, if it is the first (see `emulator.ports`).
 """
 
 from __future__ import annotations
@@ -54,6 +56,31 @@ def rewrite(text: str, mounts: Mapping[str, str]) -> str:
     return text
 
 
+def rebind(words: str, binds: Mapping[int, str]) -> str:
+    """Replace each exposed port in `words` by the Job's local one, where it may be a port of its own.
+
+    `words` is a text, or a command line whose words are joined by NUL.
+    """
+    for port, bind in binds.items():
+        local = bind.rpartition(":")[2]
+
+        def replaced(match: re.Match[str], local: str = local) -> str:
+            elsewhere = match["host"] is not None and match["host"] not in OWN_HOSTS
+            other = (
+                match["option"] is not None and "port" not in match["option"] and not match["option"].startswith("-p")
+            )
+            return match[0] if elsewhere or other else f"{match[0].removesuffix(match['port'])}{local}"
+
+        words = re.sub(rf"{_OPTION}{_HOST}(?<![\w.-])(?P<port>{port})(?![\w.-])", replaced, words)
+    return words
+
+
+OWN_HOSTS = ("", "0.0.0.0", "127.0.0.1", "localhost", "*", "]")
+"""Hosts, before a colon and a port, by which a Job means itself; the last ends an IPv6 address."""
+_OPTION = r"(?P<option>(?<![\w-])--?[\w-]+[=\s\0])?"
+_HOST = r"(?:(?P<host>[\w.\]*-]*):)?"
+
+
 @dataclass(frozen=True)
 class Places:
     """The directories of one Job, all below `root` and gone with it."""
@@ -94,10 +121,16 @@ class Places:
             script.chmod(0o755)
 
 
-def command(spec: JobSpec, image: Image, mounts: Mapping[str, str]) -> list[str]:
-    """The command line to start: `python` is the image's interpreter, mount paths are local."""
-    words = [rewrite(word, mounts) for word in (*spec.command, *spec.arguments)]
+def command(spec: JobSpec, image: Image, mounts: Mapping[str, str], binds: Mapping[int, str]) -> list[str]:
+    """The command line to start: `python` is the image's interpreter, mount paths and exposed ports are local."""
+    line = rebind("\0".join((*spec.command, *spec.arguments)), binds)
+    words = [rewrite(word, mounts) for word in line.split("\0")]
     return [image.python if re.fullmatch(r"python(3(\.\d+)?)?", words[0]) else words[0], *words[1:]]
+
+
+def _variable(name: str, value: str, binds: Mapping[int, str]) -> str:
+    """A variable's value with local ports: a number alone is a port only if the variable's name says so."""
+    return rebind(value, binds) if "PORT" in name.upper() or not value.isdecimal() else value
 
 
 def environment(
@@ -124,7 +157,7 @@ def environment(
         "PWD": str(places.work),
         "PYTHONUNBUFFERED": "1",  # lines reach the log when they are printed, as from a container's runtime
         **image.environment,
-        **{name: rewrite(value, mounts) for name, value in spec.environment.items()},
+        **{name: _variable(name, rewrite(value, mounts), binds) for name, value in spec.environment.items()},
         **spec.secrets,
         "JOB_ID": job_id,
         "ACCELERATOR": flavor.name if flavor.accelerator else "",

@@ -200,7 +200,7 @@ class Runner:
                     live.append(mount)
             binds = {port: f"{ports.LOOPBACK}:{local}" for port, local in running.binds.items()}
             environment = job_environment.environment(spec, job.id, image, places, mounts, binds, devices, self.mark)
-            command = job_environment.command(spec, image, mounts)
+            command = job_environment.command(spec, image, mounts, binds)
             return await self._attempts(running, command, environment, places)
         finally:
             following.cancel()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi
 
+import asyncgrpo
 from emulator.serve import Emulator
 from jobs.bucket import Bucket
 
@@ -132,3 +134,66 @@ def test_a_local_directory_goes_along(hf, emulator, tmp_path):
     folder = bucket.list("")[0].partition("/")[0]
     assert bucket.list("") == [f"{folder}/{name}" for name in ("main.py", "out.txt", "same.txt", "sub/data.txt")]
     assert bucket.get(f"{folder}/out.txt") == b"result\n"
+
+
+TRAINER = """
+import os, pathlib, time, urllib.error, urllib.request
+folder = pathlib.Path("/bucket/adapters/v1")
+folder.mkdir(parents=True)
+(folder / "adapter.txt").write_text("of version 1")
+for url in os.environ["REPLICAS"].split():
+    asked = urllib.request.Request(url + "/adapters/v1/adapter.txt")
+    asked.add_header("Authorization", "Bearer " + os.environ["HF_TOKEN"])
+    while True:
+        try:
+            print("replica answers", urllib.request.urlopen(asked, timeout=5).read().decode(), flush=True)
+            break
+        except urllib.error.HTTPError as error:  # not up yet, or its mount does not show the file yet
+            assert error.code in (404, 503), error
+            time.sleep(0.1)
+try:
+    urllib.request.urlopen(url, timeout=5)
+except urllib.error.HTTPError as error:
+    print("without a token:", error.code)
+"""
+
+
+def test_two_replicas_and_a_trainer_with_nothing_of_ours_in_them(tmp_path):
+    """The published shape: a mounted bucket, the same exposed port in both replicas, HTTPS, bearer token."""
+    program = [sys.executable, str(Path(asyncgrpo.__file__)), "emulate", "--serve", "--tls"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as serve:
+        try:
+            environment = {}
+            while not {"AWS_SECRET_ACCESS_KEY", "SSL_CERT_FILE"} <= set(environment):
+                name, _, value = serve.stdout.readline().strip().partition("=")
+                environment[name] = value
+            home = {
+                "HOME": str(tmp_path),
+                "PATH": os.environ["PATH"],
+                "NO_COLOR": "1",
+                "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+            }
+
+            def hf(*words):
+                done = subprocess.run(
+                    [HF, "jobs", *words], env={**home, **environment}, capture_output=True, text=True, timeout=60
+                )
+                assert done.returncode == 0, done.stdout + done.stderr
+                return done.stdout + done.stderr
+
+            bucket = ("-v", "hf://buckets/local/asyncgrpo:/bucket")
+            image = ("--", "vllm/vllm-openai:v0.31.0", "python")
+            server = ("-m", "http.server", "8000", "--bind", "0.0.0.0", "--directory", "/bucket")
+            replicas = [start(hf, "--expose", "8000", "-e", f"NAME=r{i}", *bucket, *image, *server) for i in range(2)]
+            urls = [
+                json.loads(hf("inspect", "--format", "json", job))[0]["status"]["expose_urls"][0] for job in replicas
+            ]
+            assert all(url.startswith("https://") for url in urls)
+            told = hf("run", "-e", f"REPLICAS={' '.join(urls)}", "-s", "HF_TOKEN", *bucket, *image, "-c", TRAINER)
+            assert told.count("replica answers of version 1") == 2
+            assert "without a token: 401" in told
+            for job in replicas:
+                hf("cancel", job)
+        finally:
+            serve.send_signal(signal.SIGINT)
+            serve.wait(timeout=30)

@@ -422,7 +422,8 @@ def test_two_jobs_expose_the_same_port(emulator, api, run):
 
 
 def test_a_program_that_does_not_know_the_agreement_is_found(emulator, run, free_port):
-    job = run(["python", "-m", "http.server", str(free_port), "--bind", "127.0.0.1"], expose=[free_port])
+    listen = f"python -m http.server $(({free_port} + 1)) --bind 127.0.0.1"
+    job = run(["/bin/sh", "-c", listen], expose=[free_port + 1])
     eventually(lambda: get(job.status.expose_urls[0], emulator.token).status_code == 200)
 
 

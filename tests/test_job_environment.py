@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from emulator.job_environment import Image, Places, command, environment, find_image, rewrite
+from emulator.job_environment import Image, Places, command, environment, find_image, rebind, rewrite
 from emulator.jobs_state import parse_spec
 
 MOUNTS = {"/data": "/tmp/j/data", "/data/more": "/tmp/j/more", "/work": "/tmp/j/w"}
@@ -29,6 +29,41 @@ MOUNTS = {"/data": "/tmp/j/data", "/data/more": "/tmp/j/more", "/work": "/tmp/j/
 )
 def test_mount_paths_are_rewritten_where_they_are_paths(text, local):
     assert rewrite(text, MOUNTS) == local
+
+
+@pytest.mark.parametrize(
+    ("text", "local"),
+    [
+        ("--port 8000", "--port 21000"),
+        ("--port=8000", "--port=21000"),
+        ("--host\0000.0.0.0\0--port\0008000\0--x", "--host\0000.0.0.0\0--port\00021000\0--x"),
+        ("-p 8000", "-p 21000"),
+        ("python -m http.server 8000 &", "python -m http.server 21000 &"),
+        ("server(('', 8000))", "server(('', 21000))"),
+        ("0.0.0.0:8000", "0.0.0.0:21000"),
+        ("curl -s http://localhost:8000/v1", "curl -s http://localhost:21000/v1"),
+        ("[::]:8000", "[::]:21000"),
+        (":8000", ":21000"),
+        ("--port 8000 --metrics-port 8001", "--port 21000 --metrics-port 21001"),
+        ("--max-model-len 8000", "--max-model-len 8000"),
+        ("--max-model-len\0008000", "--max-model-len\0008000"),
+        ("http://other.host:8000/", "http://other.host:8000/"),
+        ("http://10.0.0.7:8000/", "http://10.0.0.7:8000/"),
+        ("80000 18000 8000x x8000 v8000 8000.5 1.8000", "80000 18000 8000x x8000 v8000 8000.5 1.8000"),
+        ("ASYNCGRPO_BIND_8000", "ASYNCGRPO_BIND_8000"),
+    ],
+)
+def test_exposed_ports_are_local_where_they_are_the_jobs_own(text, local):
+    assert rebind(text, {8000: "127.0.0.1:21000", 8001: "127.0.0.1:21001"}) == local
+
+
+def test_a_variable_is_a_port_if_its_name_or_its_form_says_so(tmp_path):
+    asked = spec(environment={"PORT": "8000", "URL": "http://localhost:8000", "STEPS": "8000"}, secrets={"S": "8000"})
+    made = environment(asked, "id", Image(), Places(tmp_path), {}, {8000: "127.0.0.1:21000"}, (), "mark")
+    assert (made["PORT"], made["URL"]) == ("21000", "http://localhost:21000")
+    assert (made["STEPS"], made["S"]) == ("8000", "8000")
+    line = ["serve", "--port", "8000", "--max-len", "8000"]
+    assert command(spec(command=line), Image(), {}, {8000: "127.0.0.1:21000"}) == [*line[:2], "21000", *line[3:]]
 
 
 def spec(**fields):
@@ -74,11 +109,11 @@ def test_environment_secrets_and_what_the_hub_adds(tmp_path):
 @pytest.mark.parametrize("python", ["python", "python3", "python3.12"])
 def test_python_is_the_images_interpreter(python):
     asked = spec(command=[python, "/work/x.py"], arguments=["--data", "/data"])
-    assert command(asked, Image("/opt/py"), MOUNTS) == ["/opt/py", "/tmp/j/w/x.py", "--data", "/tmp/j/data"]
+    assert command(asked, Image("/opt/py"), MOUNTS, {}) == ["/opt/py", "/tmp/j/w/x.py", "--data", "/tmp/j/data"]
 
 
 def test_other_programs_stay():
-    assert command(spec(command=["pythonic", "python"]), Image("/opt/py"), {}) == ["pythonic", "python"]
+    assert command(spec(command=["pythonic", "python"]), Image("/opt/py"), {}, {}) == ["pythonic", "python"]
 
 
 def test_first_matching_image():
