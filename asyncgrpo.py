@@ -287,5 +287,31 @@ def doctor(namespace: str | None, bucket: str | None, as_json: bool) -> None:
     sys.exit(doctor.run(os.environ, namespace, bucket, as_json))
 
 
+@main.group(cls=Commands)
+@example("asyncgrpo bench routing --json")
+def bench() -> None:
+    """Measures a part against its alternatives, in turn in the same run."""
+
+
+@bench.command()
+@example("asyncgrpo bench routing")
+@JSON
+def routing(as_json: bool) -> None:
+    """Simulates rules of routing on GRPO traffic: cold completions, makespan, balance, for 1 to 256 replicas."""
+    from jobs import bench_routing
+
+    bench_routing.main(as_json)
+
+
+@bench.command(name="proxy")
+@example("asyncgrpo bench proxy --json")
+@JSON
+def bench_proxy(as_json: bool) -> None:
+    """Measures the proxy beside a plain aiohttp reverse proxy (and vllm-router where installed): rate, delay, CPU."""
+    from jobs import bench_proxy
+
+    bench_proxy.main(as_json)
+
+
 if __name__ == "__main__":
     main()

@@ -3,6 +3,7 @@
 # ./build.sh test [PYTEST OPTIONS]        all tests
 # ./build.sh check                        lint, format and types
 # ./build.sh build                        dist/asyncgrpo.pyz
+# ./build.sh bench routing|proxy [--json] figures of a part beside its alternatives
 # Each does its own set-up, once: a virtual environment in .venv from requirements/cpu.txt. Needs Linux on x86_64 and
 # Python 3.11, 3.12 or 3.13 with venv. Set-up talks on stderr; stdout and exit status are the command's own.
 set -euo pipefail
@@ -72,8 +73,12 @@ case $command in
     setup
     ls -l "$root/dist/asyncgrpo.pyz"
     ;;
+  bench)
+    setup
+    exec "$bin/python" "$root/dist/asyncgrpo.pyz" bench "$@"
+    ;;
   *)
-    sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,8s/^# //p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac

@@ -44,7 +44,7 @@ from jobs.recipe import Proxy
 from jobs.replica_set import ReplicaSet
 from jobs.spec import RunSpec, spec_key
 from jobs.status import Metrics, status
-from jobs.upstream import LISTENER_OPTIONS
+from jobs.upstream import LISTENER_OPTIONS, tune_process
 from jobs.version import Ack
 
 log = logging.getLogger(__name__)
@@ -152,6 +152,7 @@ def run(settings: ProxySettings) -> None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        tune_process()
         await serve(settings, listener, stop)
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -79,6 +79,9 @@ class Proxy:
     load_deadline_s: float = 300.0
     park_timeout_s: float = 1800.0
     max_parked: int = 65536
+    max_body_bytes: int = 256 << 20
+    max_batch: int = 4096
+    max_redispatches: int = 8
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ import pytest
 from jobs import links
 from jobs.bucket import Bucket
 from jobs.bundle import app_dir
+from jobs.dispatch import Limits
 from jobs.errors import ConfigError
 from jobs.http import KEY_HEADER
-from jobs.proxy import ProxySettings, listen
+from jobs.proxy import ProxySettings, _limits, listen
 from jobs.recipe import Proxy
 from tests.conftest import MotoBucket
 from tests.engines import KEY
@@ -277,3 +278,8 @@ def test_a_sync_takes_no_longer_than_its_objects(tmp_path: Path, moto_bucket: Mo
             assert sorted(seconds)[2] < 0.5, seconds
 
     asyncio.run(main())
+
+
+def test_what_a_recipe_leaves_out_is_what_the_completions_assume() -> None:
+    assert _limits(Proxy()) == Limits()
+    assert _limits(Proxy(max_batch=3, max_body_bytes=5)) == Limits(max_batch=3, max_body_bytes=5)
