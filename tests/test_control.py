@@ -14,6 +14,7 @@ import pytest
 from jobs import control, links
 from jobs.bucket import Bucket
 from jobs.engine import Facts
+from jobs.recipe import Ack
 from tests.conftest import MotoBucket
 from tests.fleets import SETTINGS, run_of, until, wire
 
@@ -77,13 +78,15 @@ def test_a01_a_name_has_one_digest_over_twelve_syncs(tmp_path: Path, moto_bucket
     asyncio.run(main())
 
 
-def test_a03_simultaneous_loads_are_one(tmp_path: Path, moto_bucket: MotoBucket) -> None:
+@pytest.mark.parametrize("ack", ["published", "first", "all"])
+def test_a03_simultaneous_loads_are_one(tmp_path: Path, moto_bucket: MotoBucket, ack: Ack) -> None:
     async def main() -> None:
         async with run_of(tmp_path, moto_bucket.environ, load_s=0.3) as run:
-            proxy = await run.proxy(ack="all")
+            proxy = await run.proxy(ack=ack)
             path = run.adapter(5)
             answers = await asyncio.gather(*(proxy.load(5, path) for _ in range(20)))
             assert set(answers) == {(200, "Success: LoRA adapter 'trl-policy-v5' added successfully.")}
+            await proxy.until_served(5, "0", "1")
             assert [len(sim.events("load")) for sim in run.sims] == [1, 1]
 
             mixed: list[Any] = [proxy.load(5, path) if n % 2 else proxy.unload(5) for n in range(20)]

@@ -160,7 +160,7 @@ def test_methods(method):
     run(test)
 
 
-def test_large_bodies_pass_both_ways():
+def test_a13_large_bodies_pass_the_gateway_both_ways():
     """Case A13: 400,000 token ids up, 20 MB of log-probabilities down."""
 
     async def test(gateway, route, job, client):
@@ -180,7 +180,7 @@ async def chunks(data, size=65536):
         yield data[start : start + size]
 
 
-def test_the_limit_is_named():
+def test_a13_the_gateways_limit_is_named():
     async def test(gateway, route, job, client):
         for data in (b"x" * 100_001, chunks(b"x" * 100_001), chunks(b"x" * 3_000_000)):
             async with client.post(f"{route.url}/x", data=data, headers=BEARER) as response:

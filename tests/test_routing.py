@@ -117,7 +117,7 @@ def test_the_same_ids_are_the_same_prompt_however_they_are_written() -> None:
     assert [each.affinity for each in decisions] == [False, True, True, True]
 
 
-def test_a_version_is_a_space_of_its_own() -> None:
+def test_a01_a_version_is_a_space_of_its_own() -> None:
     router = Router()
     ask(router, private(0))
     other = ask(router, private(0), name=V2)

@@ -211,7 +211,7 @@ ARGS = SimpleNamespace(max_staleness=4)
         ({**SERVER, "lora_config": {"max_lora_rank": 8, "max_loras": 5}}, adapter(), "max-loras 5"),
     ],
 )
-def test_what_cannot_be_synced_as_an_adapter_is_an_error(
+def test_a06_what_cannot_be_synced_as_an_adapter_is_an_error(
     trainer_module: Any, monkeypatch: pytest.MonkeyPatch, server: Any, model: Any, words: str
 ) -> None:
     monkeypatch.setattr(trainer_module, "select_adapter_sync", trainer_module.select_adapter_sync)
