@@ -12,6 +12,7 @@ after the last optimizer step saved as a checkpoint.
 import dataclasses
 import difflib
 import gc
+import json
 import logging
 import multiprocessing.util
 import os
@@ -247,8 +248,12 @@ def _journal_callback(stop: Stop) -> Any:
 
 
 def _train(trainer: Any, environ: Mapping[str, str], stop: Stop) -> int:
+    resume = environ.get("ASYNCGRPO_RESUME") or None
     try:
-        trainer.train(resume_from_checkpoint=environ.get("ASYNCGRPO_RESUME") or None)
+        if resume and _steps_done(resume) >= trainer.args.max_steps > 0:
+            trainer._load_from_checkpoint(resume)  # train() would take one more step (transformers 5.17)
+        else:
+            trainer.train(resume_from_checkpoint=resume)
     except Terminated:
         if trainer.state.global_step > 0:
             trainer._save_checkpoint(trainer.model, trial=None)
@@ -256,6 +261,11 @@ def _train(trainer: Any, environ: Mapping[str, str], stop: Stop) -> int:
         return TERMINATED
     trainer.save_model(str(Path(environ[journal.OUTPUT_DIR]) / "final"))
     return 0
+
+
+def _steps_done(checkpoint: str) -> int:
+    """The optimizer step after which a checkpoint was saved."""
+    return int(json.loads((Path(checkpoint) / "trainer_state.json").read_text())["global_step"])
 
 
 def _run_and_leave() -> NoReturn:

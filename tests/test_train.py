@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 from jobs import tiny, trl_patches
 from jobs.bundle import app_dir
@@ -121,6 +122,14 @@ def test_a_preempted_run_goes_on_where_it_was(train: Callable[..., Training], en
     assert not list(second.output.glob(".vllm_lora/*/README.md"))
     loads = [event["model"] for event in engine.get("/sim/log").json()["events"] if event["event"] == "load"]
     assert loads[-1] == f"trl-policy-v{version + 3}"  # the count goes on: one at the start, one a step
+
+    third = train(f"trainer.max_steps={saved['step']}", resume=checkpoint)  # killed after its last step
+    assert third.process.wait(WAIT_S) == 0, third.log.read_text()[-4000:]
+    assert third.steps() == []
+    weights = "adapter_model.safetensors"
+    assert load_file(third.output / "final" / weights).keys() == load_file(checkpoint / weights).keys()
+    for name, tensor in load_file(checkpoint / weights).items():
+        assert (load_file(third.output / "final" / weights)[name] == tensor).all()
 
 
 def test_rollouts_end_with_a_killed_trainer(train: Callable[..., Training]) -> None:

@@ -74,9 +74,9 @@ def test_a_killed_replica_is_replaced_and_nothing_is_lost(tmp_path: Path) -> Non
 
 def test_a_killed_trainer_goes_on_in_a_new_attempt(tmp_path: Path) -> None:
     fault = ["--faults", "kill trainer at step 6", "--set", "trainer.save_steps=4"]
-    status, summary, words = emulate(tmp_path, "digit", *QUICK, "--steps", "10", *fault, "--json")
+    status, summary, words = emulate(tmp_path, "digit", *QUICK, "--steps", "30", *fault, "--json")
     assert status == 0 and summary is not None, words
-    assert (summary["steps"], summary["attempt"], summary["trainer_resumes"], summary["orphans"]) == (10, 2, 1, 0)
+    assert (summary["steps"], summary["attempt"], summary["trainer_resumes"], summary["orphans"]) == (30, 2, 1, 0)
 
 
 def test_interrupting_leaves_nothing(tmp_path: Path) -> None:
