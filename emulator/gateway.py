@@ -130,9 +130,7 @@ class Gateway:
         """Stop listening everywhere and drop every connection."""
         for route in list(self._routes.values()):
             self.close_route(route)
-        for connection in list(self._state.connections):
-            if transport := getattr(connection, "transport", None):
-                transport.abort()
+        drop(self._state)
         for task in list(self._state.tasks):
             task.cancel()
         if self._session:
@@ -272,6 +270,13 @@ class Body:
         await self._listen.wait()
         while not self.left:
             await self._take()
+
+
+def drop(state: ServerState) -> None:
+    """Break every connection of a uvicorn server; one with TLS would otherwise wait for its client to say goodbye."""
+    for connection in list(state.connections):
+        if transport := getattr(connection, "transport", None):
+            transport.abort()
 
 
 def _is_chunked(headers: Headers) -> bool:

@@ -32,7 +32,7 @@ import uvloop
 
 from emulator import reaper, tls
 from emulator.bucket import BucketServer, MotoServer
-from emulator.gateway import BODY_LIMIT_BYTES, Gateway
+from emulator.gateway import BODY_LIMIT_BYTES, Gateway, drop
 from emulator.hub import QUOTA_CALLS, Hub
 from emulator.hub_buckets import HubBuckets
 from emulator.job_environment import IMAGES, Image
@@ -286,4 +286,5 @@ class Emulator:
         await self.runner.close()
         server.should_exit = server.force_exit = True
         await serving
+        drop(server.server_state)
         await self.gateway.close()
