@@ -2,8 +2,9 @@
 restart.
 
 Objects of a version, below `jobs.manifest.adapter_prefix`: the adapter's files, then `manifest.json` (conditional
-PUT), and once it is unloaded or has failed, the mark `retired`. A bucket may show new objects seconds late, so what was
-published is also noted in the output directory, a manifest a line: a proxy that is started again knows it at once.
+PUT), and once it is unloaded or has failed, the mark `retired`. A bucket may be far, away, or show new objects seconds
+late, so all of this is also noted in the output directory: a proxy that is started again on the same machine knows it
+at once.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 THREADS = 8
 """For calls of the bucket: both files of a publish, a few marks and the look-out for replicas, with room to spare."""
 NOTES = ".published.jsonl"
+"""In the output directory: signed manifests and marks in the order in which they came, each on a line of its own."""
 RECOVERED_VERSIONS = 64
 """How many of the newest versions a restarted proxy reads back. TRL names at most max_staleness + 2 (default 6)."""
 
@@ -87,7 +89,7 @@ class Publisher:
         published = self.versions[manifest.wire_name] = Published(signed, publish_s=time.monotonic() - started)
         self.count += 1
         self.bytes += manifest.size
-        await self.in_thread(lambda: self._note(signed))
+        await self.in_thread(lambda: self._note(signed.to_json()))
         return published
 
     async def adopt(self, wire: str, key: str) -> Published:
@@ -105,33 +107,29 @@ class Publisher:
         return self.versions.setdefault(wire, Published(manifest))
 
     async def recover(self) -> list[Published]:
-        """What earlier processes of this proxy published in this attempt, oldest first.
+        """What earlier processes of this proxy published in this attempt, oldest first: from the notes, or from the
+        bucket if there are none.
 
         Raises:
             BucketError: the bucket does not answer.
         """
-        prefix = f"runs/{self.run}/adapters/{self.attempt}/"
-        keys = set(await self.in_thread(lambda: self.bucket.list(prefix)))
-        noted = await self.in_thread(self._noted)
-        self.count, self.bytes = len(noted), sum(manifest.size for manifest in noted.values())
-        numbers = {
-            int(match[1]) for key in keys if (match := re.fullmatch(rf"{re.escape(prefix)}v(\d+)/manifest\.json", key))
-        }
-        newest = sorted(numbers.union(noted))[-RECOVERED_VERSIONS:]
-        found = await asyncio.gather(*(self._recover(n, noted.get(n), f"{prefix}v{n}/retired" in keys) for n in newest))
-        versions = [published for published in found if published]
+        versions = await self.in_thread(self._noted)
+        if versions is None:
+            versions = await self._recover_from_bucket()
+        self.count, self.bytes = len(versions), sum(published.manifest.size for published in versions)
+        versions = versions[-RECOVERED_VERSIONS:]
         self.versions |= {published.manifest.wire_name: published for published in versions}
         return versions
 
     def mark(self, wire: str, state: VersionState, words: str | None = None) -> None:
-        """Notes in the bucket, in the background, that a version is retired or failed: so a restart does not revive
-        it."""
+        """Notes, and in the background marks in the bucket, that a version is retired or failed: so a restart does not
+        revive it."""
         body = json.dumps({"state": state, "words": words}).encode()
-        self._later(wire, lambda key: self.bucket.put(key, body))
+        self._later(wire, state, words, lambda key: self.bucket.put(key, body))
 
     def unmark(self, wire: str) -> None:
         """Takes the mark back: the version is published again."""
-        self._later(wire, lambda key: self.bucket.delete([key]))
+        self._later(wire, VersionState.LIVE, None, lambda key: self.bucket.delete([key]))
 
     async def marked(self) -> None:
         """Returns when every mark is in the bucket, so that at most one can be lost with this process."""
@@ -150,10 +148,11 @@ class Publisher:
     async def _put_file(self, key: str, path: Path) -> None:
         await self.in_thread(lambda: self.bucket.put_file(key, path))
 
-    def _later(self, wire: str, write: Callable[[str], object]) -> None:
+    def _later(self, wire: str, state: VersionState, words: str | None, write: Callable[[str], object]) -> None:
         name = parse_wire(wire)
         if name is None or (name.run, name.attempt) != (self.run, self.attempt):
             return  # published by a proxy before this one, which keeps its own books
+        self._note(json.dumps({"mark": wire, "state": state, "words": words}).encode())
         before = list(self._marks)
         key = f"{adapter_prefix(name.run, name.attempt, name.version)}/retired"
 
@@ -168,9 +167,19 @@ class Publisher:
         self._marks.add(task)
         task.add_done_callback(self._marks.discard)
 
-    async def _recover(self, version: int, noted: Manifest | None, is_marked: bool) -> Published | None:
+    async def _recover_from_bucket(self) -> list[Published]:
+        prefix = f"runs/{self.run}/adapters/{self.attempt}/"
+        keys = set(await self.in_thread(lambda: self.bucket.list(prefix)))
+        numbers = [
+            int(match[1]) for key in keys if (match := re.fullmatch(rf"{re.escape(prefix)}v(\d+)/manifest\.json", key))
+        ]
+        newest = sorted(numbers)[-RECOVERED_VERSIONS:]
+        found = await asyncio.gather(*(self._recover(n, f"{prefix}v{n}/retired" in keys) for n in newest))
+        return [published for published in found if published]
+
+    async def _recover(self, version: int, is_marked: bool) -> Published | None:
         try:
-            manifest = noted if noted else await self.in_thread(lambda: self._read(version))
+            manifest = await self.in_thread(lambda: self._read(version))
         except ConfigError as error:
             log.warning("a version in the bucket is passed over: %s", error)
             return None
@@ -183,21 +192,27 @@ class Publisher:
         except (NotFound, ValueError, KeyError, TypeError):
             return Published(manifest, VersionState.RETIRED)
 
-    def _note(self, manifest: Manifest) -> None:
+    def _note(self, line: bytes) -> None:
         if self.output_dir is not None:
             with (self.output_dir / NOTES).open("ab") as notes:
-                notes.write(manifest.to_json() + b"\n")
+                notes.write(b"\n" + line)  # so that a line which was cut short spoils no other
 
-    def _noted(self) -> dict[int, Manifest]:
-        """What earlier processes of this proxy noted; of a process that was killed the last line may be cut short."""
+    def _noted(self) -> list[Published] | None:
+        """What the notes say of this attempt, oldest version first; None if there are none."""
         if self.output_dir is None or not (notes := self.output_dir / NOTES).exists():
-            return {}
-        found = [Manifest.from_json(line) for line in notes.read_bytes().split(b"\n")[:-1]]
-        return {
-            manifest.version: manifest
-            for manifest in found
-            if (manifest.run, manifest.attempt) == (self.run, self.attempt) and manifest.verify_signature(self._key)
-        }
+            return None
+        found: dict[str, Published] = {}
+        for line in notes.read_bytes().split(b"\n")[1:]:
+            try:
+                entry = json.loads(line)
+                if wire := entry.get("mark"):
+                    found[wire] = replace(found[wire], state=VersionState(entry["state"]), words=entry["words"])
+                elif (entry["run"], entry["attempt"]) == (self.run, self.attempt):
+                    wire = str(WireName(self.run, self.attempt, entry["version"]))
+                    found[wire] = Published(self._verified(wire, line))
+            except (ConfigError, ValueError, KeyError) as error:
+                log.warning("a note in %s is passed over: %s", notes, error)
+        return sorted(found.values(), key=lambda published: published.manifest.version)
 
     def _read(self, version: int, within_s: float = 0.0) -> Manifest:
         name = WireName(self.run, self.attempt, version)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,36 +119,56 @@ def test_recovery_passes_over_what_is_forged(
     assert caplog.text.count("is not signed with this run's key for that name") == 2
 
 
-def test_what_the_bucket_does_not_show_yet_is_recovered_from_the_output_directory(tmp_path: Path) -> None:
+def test_a_restart_on_the_same_machine_does_not_need_the_bucket(tmp_path: Path, moto_bucket: MotoBucket) -> None:
+    async def before(publisher: Publisher) -> None:
+        for version in (1, 2, 3, 10):
+            await publish(publisher, tmp_path, version)
+        publisher.mark("run.2.v1", VersionState.RETIRED)
+        publisher.mark("run.2.v2", VersionState.FAILED, "out of slots")
+        publisher.mark("run.2.v3", VersionState.RETIRED)
+        publisher.unmark("run.2.v3")
+
+    async def after(publisher: Publisher) -> None:
+        found = await publisher.recover()
+        assert [(p.manifest.version, p.state, p.words) for p in found] == [
+            (1, VersionState.RETIRED, None),
+            (2, VersionState.FAILED, "out of slots"),
+            (3, VersionState.LIVE, None),
+            (10, VersionState.LIVE, None),
+        ]
+        assert (publisher.count, publisher.bytes) == (4, sum(p.manifest.size for p in found))
+        publisher._note(found[0].manifest.to_json()[:50])  # killed while it wrote
+
+    with_publisher(moto_bucket, tmp_path, before)
+    forged = json.loads((tmp_path / NOTES).read_bytes().splitlines()[1]) | {"version": 11}
+    foreign = forged | {"attempt": 1}
+    with (tmp_path / NOTES).open("a") as notes:
+        notes.write(f"\n{json.dumps(forged)}\n{json.dumps(foreign)}")
+    away = replace(moto_bucket, environ={**moto_bucket.environ, "ASYNCGRPO_BUCKET": "s3://not-there"})
+    for _ in range(2):
+        with_publisher(away, tmp_path, after)
+
+
+def test_a_publish_that_was_cut_off_is_taken_up_though_the_bucket_shows_it_late(tmp_path: Path) -> None:
     moto = MotoServer()
-    moto.start()
+    settings = moto.start()
     try:
         moto.disturb(lag_s=1.0)
-        environ = {**moto.settings.environment(), **moto.settings.secrets()}
-        bucket = MotoBucket(moto.bucket, moto.settings.endpoint, environ)
+        bucket = MotoBucket(moto.bucket, settings.endpoint, {**settings.environment(), **settings.secrets()})
 
         async def before(publisher: Publisher) -> None:
-            for version in (1, 2):
-                await publish(publisher, tmp_path, version)
+            await publish(publisher, tmp_path, 1)
 
         async def after(publisher: Publisher) -> None:
-            assert publisher.bucket.list(PREFIX) == [], "the bucket shows it already"
-            found = await publisher.recover()
-            assert [(p.manifest.version, p.state) for p in found] == [(1, VersionState.LIVE), (2, VersionState.LIVE)]
-            assert (publisher.count, publisher.bytes) == (2, sum(p.manifest.size for p in found))
-
-        async def elsewhere(publisher: Publisher) -> None:
             assert await publisher.recover() == []
             started = time.monotonic()
-            again = await publish(publisher, tmp_path / "another machine", 1)
-            assert time.monotonic() - started > 0.5, "nobody waited for the bucket"
+            again = await publish(publisher, tmp_path, 1)
+            assert time.monotonic() - started > 0.5, "the bucket shows it already"
             assert (again.manifest.version, publisher.count) == (1, 1)
 
         with_publisher(bucket, tmp_path, before)
-        with (tmp_path / NOTES).open("ab") as notes:
-            notes.write(b'{"run": "run", "att')  # killed while it wrote
+        (tmp_path / NOTES).unlink()  # killed just before it wrote them
         with_publisher(bucket, tmp_path, after)
-        with_publisher(bucket, tmp_path / "another machine", elsewhere)
     finally:
         moto.stop()
 
