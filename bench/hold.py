@@ -1,0 +1,116 @@
+"""8,192 completions in flight through the proxy's data plane for minutes: does its memory grow, what does it cost?
+
+    python bench/hold.py [--in-flight 8192] [--minutes 5]
+
+Sixty-four upstreams' worth of load from one slow upstream process: it answers each completion after 8 to 12 s. Prints
+the proxy's resident memory every 15 s, then completions/s and processor time.
+"""
+
+import argparse
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import uvloop
+
+from jobs.bench_proxy import COMPLETION_TOKENS, PROMPT_TOKENS, child, cpu_s, free_port, wait_until_up
+from jobs.bench_wire import MODEL, Upstream, response
+
+SLOWEST_S, QUICKEST_S = 12.0, 8.0
+LOOK_S = 15.0
+
+
+class SlowUpstream(Upstream):
+    """Answers completions later, as an engine does whose batch is full."""
+
+    def message(self, head: bytes) -> None:
+        """Waits before a completion's answer."""
+        delay_s = random.uniform(QUICKEST_S, SLOWEST_S) if head.startswith(b"post") else 0.0
+        asyncio.get_running_loop().call_later(delay_s, self._late, head)
+
+    def _late(self, head: bytes) -> None:
+        if not self.transport.is_closing():
+            super().message(head)
+
+
+def serve(port: int) -> None:
+    """The upstream."""
+
+    async def main() -> None:
+        answer = response(COMPLETION_TOKENS)
+        server = await asyncio.get_running_loop().create_server(
+            lambda: SlowUpstream(answer), "127.0.0.1", port, backlog=8192
+        )
+        await server.serve_forever()
+
+    uvloop.run(main())
+
+
+def resident_mb(pid: int) -> float:
+    """Resident memory of a process."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
+
+
+async def hold(port: int, pid: int, in_flight: int, seconds: float) -> None:
+    """Keeps so many completions in flight and prints what the proxy needs."""
+    import aiohttp
+
+    end, done, errors = time.monotonic() + seconds, 0, 0
+    rng = random.Random(0)
+
+    async def rollouts(session: aiohttp.ClientSession) -> None:
+        nonlocal done, errors
+        while time.monotonic() < end:
+            prompt = [rng.randrange(30000) for _ in range(PROMPT_TOKENS)]
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": COMPLETION_TOKENS, "logprobs": 0}
+            async with session.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as answer:
+                await answer.read()
+                done += 1
+                errors += answer.status != 200
+
+    async def look() -> None:
+        started = time.monotonic()
+        while time.monotonic() < end:
+            await asyncio.sleep(LOOK_S)
+            print(f"{time.monotonic() - started:6.0f} s  {resident_mb(pid):8.1f} MB  {done:8} done", flush=True)
+
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout()
+    ) as session:
+        before, started = cpu_s(pid), time.monotonic()
+        await asyncio.gather(look(), *(rollouts(session) for _ in range(in_flight)))
+        wall, spent = time.monotonic() - started, cpu_s(pid) - before
+    print(f"{done / wall:.0f} completions/s, {spent / done * 1e6:.0f} us of processor time each, {errors} errors")
+
+
+def main() -> None:
+    """Starts the upstream and the proxy, and holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--in-flight", type=int, default=8192)
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve)
+        return
+    upstream = free_port()
+    slow = subprocess.Popen([sys.executable, __file__, "--serve", str(upstream)])
+    try:
+        port = free_port()
+        with child(["ours", str(port), f"http://127.0.0.1:{upstream}"], [0, 1]) as proxy:
+            wait_until_up(port)
+            print(f"     0 s  {resident_mb(proxy.pid):8.1f} MB", flush=True)
+            uvloop.run(hold(port, proxy.pid, options.in_flight, options.minutes * 60))
+    finally:
+        slow.terminate()
+        slow.wait()
+
+
+if __name__ == "__main__":
+    main()
