@@ -2,8 +2,8 @@
 
     python bench/hold.py [--in-flight 8192] [--minutes 5]
 
-Sixty-four upstreams' worth of load from one slow upstream process: it answers each completion after 8 to 12 s. Prints
-the proxy's resident memory every 15 s, then completions/s and processor time.
+Sixty-four replicas, played by one process that answers each completion after 8 to 12 s. Prints the proxy's resident
+memory every 15 s, then completions/s and processor time.
 """
 
 import argparse
@@ -23,6 +23,9 @@ from jobs.bench_wire import MODEL, Upstream, response
 
 SLOWEST_S, QUICKEST_S = 12.0, 8.0
 LOOK_S = 15.0
+REPLICAS = 64
+RAMP_S = 20.0
+"""Over which the rollouts begin, as a trainer's do."""
 
 
 class SlowUpstream(Upstream):
@@ -38,15 +41,15 @@ class SlowUpstream(Upstream):
             super().message(head)
 
 
-def serve(port: int) -> None:
-    """The upstream."""
+def serve(ports: list[int]) -> None:
+    """The replicas."""
 
     async def main() -> None:
         answer = response(COMPLETION_TOKENS)
-        server = await asyncio.get_running_loop().create_server(
-            lambda: SlowUpstream(answer), "127.0.0.1", port, backlog=8192
-        )
-        await server.serve_forever()
+        loop = asyncio.get_running_loop()
+        for port in ports:
+            await loop.create_server(lambda: SlowUpstream(answer), "127.0.0.1", port, backlog=1024)
+        await asyncio.Event().wait()
 
     uvloop.run(main())
 
@@ -66,6 +69,7 @@ async def hold(port: int, pid: int, in_flight: int, seconds: float) -> None:
 
     async def rollouts(session: aiohttp.ClientSession) -> None:
         nonlocal done, errors
+        await asyncio.sleep(rng.uniform(0, RAMP_S))
         while time.monotonic() < end:
             prompt = [rng.randrange(30000) for _ in range(PROMPT_TOKENS)]
             body = {"model": MODEL, "prompt": prompt, "max_tokens": COMPLETION_TOKENS, "logprobs": 0}
@@ -94,16 +98,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--in-flight", type=int, default=8192)
     parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=int, nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options.serve)
         return
-    upstream = free_port()
-    slow = subprocess.Popen([sys.executable, __file__, "--serve", str(upstream)])
+    upstreams = sorted({free_port() for _ in range(REPLICAS)})
+    slow = subprocess.Popen([sys.executable, __file__, "--serve", *map(str, upstreams)])
     try:
         port = free_port()
-        with child(["ours", str(port), f"http://127.0.0.1:{upstream}"], [0, 1]) as proxy:
+        with child(["ours", str(port), *(f"http://127.0.0.1:{upstream}" for upstream in upstreams)], [0, 1]) as proxy:
             wait_until_up(port)
             print(f"     0 s  {resident_mb(proxy.pid):8.1f} MB", flush=True)
             uvloop.run(hold(port, proxy.pid, options.in_flight, options.minutes * 60))
