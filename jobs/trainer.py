@@ -155,9 +155,7 @@ class Supervisor:
         self.uploads.put(progress_key(self.spec.run), json.dumps(self.progress.to_dict()).encode())
 
     def _read_metrics(self) -> None:
-        if not self.metrics_file.exists():
-            return
-        lines = self.metrics_file.read_bytes().split(b"\n")[:-1]
+        lines = self._metrics().splitlines()
         for line in lines[self._lines_read :]:
             row = json.loads(line)
             self.progress.add(row)
@@ -167,10 +165,17 @@ class Supervisor:
                 self.uploads.call(f"checkpoint {path.name}", lambda p=path: self._save(p))
         self._lines_read = len(lines)
 
+    def _metrics(self) -> bytes:
+        """What the training child has written so far, whole lines only."""
+        try:
+            lines, newline, _ = self.metrics_file.read_bytes().rpartition(b"\n")
+        except FileNotFoundError:
+            return b""
+        return lines + newline
+
     def _save(self, checkpoint: Path) -> None:
         """Uploads a checkpoint, and before it the metrics of the steps that a later attempt will not do again."""
-        whole_lines, newline, _ = self.metrics_file.read_bytes().rpartition(b"\n")
-        self.bucket.put(metrics_key(self.spec.run, self.attempt), whole_lines + newline)
+        self.bucket.put(metrics_key(self.spec.run, self.attempt), self._metrics())
         checkpoints.upload(self.bucket, self.spec.run, checkpoint)
 
     def _proxy_status(self) -> dict[str, Any] | None:
@@ -255,8 +260,7 @@ class Supervisor:
         self.uploads.close(60.0)
         run = self.spec.run
         try:
-            if self.metrics_file.exists():
-                self.bucket.put_file(metrics_key(run, self.attempt), self.metrics_file)
+            self.bucket.put(metrics_key(run, self.attempt), self._metrics())
             final = self.output_dir / "final"
             for path in sorted(final.iterdir()) if final.is_dir() else []:
                 self.bucket.put_file(f"runs/{run}/final/{path.name}", path)
@@ -273,9 +277,10 @@ class Supervisor:
         """Metrics of all attempts by step; where attempts overlap, the later one counts."""
         rows: dict[int, dict[str, Any]] = {}
         prefix = f"runs/{self.spec.run}/metrics/"
-        keys = sorted(self.bucket.list(prefix), key=lambda key: int(key.removeprefix(prefix).removesuffix(".jsonl")))
-        for key in keys:
-            for line in self.bucket.get(key).splitlines():
+        attempts = sorted(int(key.removeprefix(prefix).removesuffix(".jsonl")) for key in self.bucket.list(prefix))
+        files = [self.bucket.get(metrics_key(self.spec.run, each)) for each in attempts if each < self.attempt]
+        for file in [*files, self._metrics()]:  # the bucket may show this attempt's late
+            for line in file.splitlines():
                 row = json.loads(line)
                 if isinstance(row.get("step"), int) and "event" not in row:
                     rows[row["step"]] = row

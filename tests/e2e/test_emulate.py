@@ -77,6 +77,24 @@ def test_a_killed_trainer_goes_on_in_a_new_attempt(tmp_path: Path) -> None:
     status, summary, words = emulate(tmp_path, "digit", *QUICK, "--steps", "30", *fault, "--json")
     assert status == 0 and summary is not None, words
     assert (summary["steps"], summary["attempt"], summary["trainer_resumes"], summary["orphans"]) == (30, 2, 1, 0)
+    # Both attempts count: the second began no earlier than with the version after its checkpoint's.
+    assert summary["adapters_published"] >= 31 and summary["rollouts"] > 30 * 32 and summary["rollouts_lost"] == 0
+
+
+def test_a_killed_proxy_is_a_pause_and_its_counts_stay(tmp_path: Path) -> None:
+    fault = ["--faults", "kill proxy at step 6; kill proxy at step 40"]
+    status, summary, words = emulate(tmp_path, "digit", *QUICK, "--steps", "60", *fault, "--json")
+    assert status == 0 and summary is not None, words
+    assert (summary["steps"], summary["adapters_published"], summary["rollouts_lost"]) == (60, 61, 0)
+    assert summary["rollouts"] > 60 * 32 and summary["orphans"] == summary["generation_stall_s"] == 0
+
+
+def test_a_bucket_that_lags_throttles_and_goes_away_stalls_no_sync(tmp_path: Path) -> None:
+    fault = ["--faults", "bucket lag 2.5s; bucket 503 5%; bucket away 5s at step 10"]
+    status, summary, words = emulate(tmp_path, "digit", *QUICK, "--steps", "20", *fault, "--json")
+    assert status == 0 and summary is not None, words
+    assert (summary["steps"], summary["rollouts_lost"], summary["orphans"]) == (20, 0, 0)
+    assert summary["weight_sync_s_p50"] <= 0.3 and summary["generation_stall_s"] == 0
 
 
 def test_interrupting_leaves_nothing(tmp_path: Path) -> None:
