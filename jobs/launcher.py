@@ -7,12 +7,28 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import JobHardwareInfo
 
-from jobs import bundle, costs, hub, labels, live, logs, plan, plan_view, preflight, recipe, replica, tiny
+from jobs import (
+    bundle,
+    costs,
+    hub,
+    labels,
+    live,
+    logs,
+    machine,
+    model_fetch,
+    plan,
+    plan_view,
+    preflight,
+    probe,
+    recipe,
+    replica,
+    tiny,
+)
 from jobs.bucket import BucketSettings
 from jobs.errors import ConfigError
 from jobs.interrupts import INTERRUPTED, interruptible
@@ -69,6 +85,7 @@ def launch(options: Options, environ: Mapping[str, str]) -> int:
     else:
         site = Site.from_env(environ, options.namespace, options.bucket)
         hardware = hub.patiently(site.hub().list_jobs_hardware)
+    chosen = _for_machine(chosen, site, hardware)
     started = Launch(site, chosen, run, "vllm", None, options.seed, options.transport)
     made = make_plan(started, hardware)
     if options.dry_run:
@@ -86,11 +103,39 @@ def _prepare(options: Options, environ: Mapping[str, str], chosen: Recipe, run: 
     """Claims a run for machines of the user's own, and prints the environment that its roles need."""
     settings = BucketSettings.from_env({**environ, **({"ASYNCGRPO_BUCKET": options.bucket} if options.bucket else {})})
     site = Site(environ.get("HF_ENDPOINT") or HUB, environ.get("HF_TOKEN") or "", options.namespace or "", settings)
+    # Each replica looks at its own machine when it starts; all are taken to compute in what suits this one.
+    chosen = replace(chosen, model=machine.resolve(chosen, probe.machine(len(probe.gpus(environ))), None).model)
     Launch(site, chosen, run, "vllm", None, options.seed, options.transport).claim(_model_dir(chosen))
     own = {"ASYNCGRPO_RUN": run, "ASYNCGRPO_KEY": secrets.token_hex(32)}
     for name, value in {**settings.environment(), **settings.secrets(), **own}.items():
         _print(f"{name}={value}")
     return 0
+
+
+def _for_machine(chosen: Recipe, site: Site, hardware: list[JobHardwareInfo]) -> Recipe:
+    """The recipe with what depends on the replicas' machines: the emulator's Jobs have none of their flavor's GPUs."""
+    flavors = {flavor.name: flavor for flavor in hardware}
+    replicas, trainer = flavors.get(chosen.jobs.replica_flavor), flavors.get(chosen.jobs.trainer_flavor)
+    if site.local or not replicas:
+        return machine.resolve(chosen, probe.machine(0), None)
+    return machine.resolve(
+        chosen,
+        machine.of_flavor(replicas),
+        _weights_bytes(chosen, site),
+        max(1, machine.of_flavor(trainer).gpus) if trainer else 1,
+    )
+
+
+def _weights_bytes(chosen: Recipe, site: Site) -> int | None:
+    """Size of the base model's weights; None if nobody tells."""
+    if (directory := _model_dir(chosen)) is not None:
+        return model_fetch.weights_bytes(str(directory))
+    try:
+        files = site.hub().model_info(chosen.model.id, files_metadata=True).siblings or []
+    except hub.UNSURE as error:
+        log.warning("the size of %s is not known, so each GPU gets one engine: %s", chosen.model.id, error)
+        return None
+    return sum(file.size or 0 for file in files if file.rfilename.endswith(".safetensors")) or None
 
 
 def make_plan(started: Launch, hardware: list[JobHardwareInfo]) -> plan.Plan:

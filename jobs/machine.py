@@ -1,24 +1,27 @@
-"""How a replica fills its machine: engines on each GPU, and the memory and processor cores of each. Pure decisions.
+"""How a replica fills its machine: engines on each GPU, and the memory of each. Pure decisions.
 
 One vLLM engine cannot fill a large GPU with a small model: its server and its scheduler, one Python process each, are
 what it waits for (measured, docs/benchmarks.md). Several engines on one GPU can, each with its share of the memory.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from huggingface_hub import JobHardwareInfo
 
+from jobs import plan
 from jobs.errors import ConfigError
 from jobs.recipe import Recipe
 
 GB = 10**9
 CORES_PER_ENGINE = 2
 """An engine keeps two processes busy: its server and its scheduler, which also drives the GPU."""
+IN_FLIGHT_PER_ENGINE = 256
+"""Completions that are worth an engine. On an H200 with a model of 1.5 billion parameters, 128 in flight got the most
+tokens of 1 engine, 384 of 2 and 768 of 3; engines that are too many take turns on the GPU (measured)."""
 MOST_ENGINES_PER_GPU = 4
-"""More gave no more tokens on an H200 with a model of 1.5 billion parameters (measured)."""
+"""More gave fewer tokens there, with 1536 in flight, too (measured)."""
 WEIGHTS_SHARE = 0.25
 """Part of a GPU's memory that the weights of all its engines may take. Where they need more, the model is large, the
 GPU is what engines wait for, and more engines would only leave less room for completions."""
@@ -51,7 +54,7 @@ def of_flavor(flavor: JobHardwareInfo) -> Machine:
     return Machine(gpus, gpu_bytes, _number(flavor.cpu))
 
 
-def resolve(recipe: Recipe, machine: Machine, weights_bytes: int | None) -> Recipe:
+def resolve(recipe: Recipe, machine: Machine, weights_bytes: int | None, trainer_processes: int = 1) -> Recipe:
     """The recipe with everything decided that depends on the replicas' machine. What it says itself stays.
 
     `weights_bytes` is the size of the base model's weights on disk; None if it is not known.
@@ -71,14 +74,15 @@ def resolve(recipe: Recipe, machine: Machine, weights_bytes: int | None) -> Reci
     engines, flags = recipe.replica.engines, recipe.replica.vllm
     parallel = int(flags.get("tensor_parallel_size", 1))
     if engines == "auto":
-        engines = how_many(machine, weights_bytes, parallel)
+        of_a_replica = plan.in_flight(recipe, trainer_processes) / recipe.replica.count
+        engines = how_many(machine, weights_bytes, of_a_replica, parallel)
     if machine.gpus:
         flags = {**memory(machine, engines, weights_bytes, parallel), **flags}
     return replace(recipe, replica=replace(recipe.replica, engines=engines, vllm=flags))
 
 
-def how_many(machine: Machine, weights_bytes: int | None, parallel: int = 1) -> int:
-    """Engines for one Job, each on `parallel` GPUs: one for each such group of GPUs at least.
+def how_many(machine: Machine, weights_bytes: int | None, in_flight: float, parallel: int = 1) -> int:
+    """Engines for one Job that has `in_flight` completions, each on `parallel` GPUs: one for each group at least.
 
     It is one without GPUs, for a CPU has nothing to spare, and one to a group where the model's size is not known.
     """
@@ -88,7 +92,8 @@ def how_many(machine: Machine, weights_bytes: int | None, parallel: int = 1) -> 
     own_bytes = machine.gpu_bytes * machine.gpu_share * parallel
     by_memory = int(WEIGHTS_SHARE * own_bytes / max(1, weights_bytes))
     by_cores = machine.cores // groups // CORES_PER_ENGINE
-    return groups * max(1, min(by_memory, by_cores, MOST_ENGINES_PER_GPU))
+    by_load = round(in_flight / groups / IN_FLIGHT_PER_ENGINE)
+    return groups * max(1, min(by_memory, by_cores, by_load, MOST_ENGINES_PER_GPU))
 
 
 def memory(machine: Machine, engines: int, weights_bytes: int | None, parallel: int = 1) -> dict[str, Any]:
@@ -116,12 +121,6 @@ def memory(machine: Machine, engines: int, weights_bytes: int | None, parallel: 
             "least. Lower replica.engines."
         )
     return {"gpu_memory_utilization": share, "kv_cache_memory_bytes": cache}
-
-
-def cores(available: Sequence[int], engines: int, engine: int) -> list[int]:
-    """The processor cores of one of a Job's engines: neighbours, and as many as any other has; all, if too few."""
-    each = len(available) // engines
-    return sorted(available)[engine * each : (engine + 1) * each] if each else list(available)
 
 
 def _number(text: str) -> int:

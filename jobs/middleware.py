@@ -4,7 +4,8 @@ Completions that are for tokens alone are taken to the engine by `jobs.tokens`; 
 
 vLLM takes it as `--middleware jobs.middleware.ReplicaMiddleware`. Settings come from the environment: ASYNCGRPO_KEY
 (the run's key) and ASYNCGRPO_ADAPTERS (the directory for adapters, shared by the engines of one Job) must be there;
-ASYNCGRPO_REPLICA and ASYNCGRPO_ENGINE name this engine; ASYNCGRPO_MOUNT is a directory that shows the bucket, without
+ASYNCGRPO_REPLICA and ASYNCGRPO_ENGINE name this engine; ASYNCGRPO_REQUEST_SEEDS=1 has completions by adapters drawn
+with the seeds that they ask for; ASYNCGRPO_MOUNT is a directory that shows the bucket, without
 which the bucket's own variables are used.
 """
 
@@ -59,6 +60,7 @@ class ReplicaMiddleware:
         mount = environ.get("ASYNCGRPO_MOUNT")
         source: Source = Mount(Path(mount)) if mount else Bucket.from_env(environ, retry_s=BUCKET_RETRY_S)
         self.store = AdapterStore(Path(environ["ASYNCGRPO_ADAPTERS"]), source, environ["ASYNCGRPO_KEY"])
+        self._request_seeds = environ.get("ASYNCGRPO_REQUEST_SEEDS") == "1"
         self._identity = {
             "replica": environ.get("ASYNCGRPO_REPLICA", "0"),
             "engine": environ.get("ASYNCGRPO_ENGINE", "vllm"),
@@ -96,7 +98,7 @@ class ReplicaMiddleware:
         if body is None:
             return
         state = scope["app"].state
-        if (ask := tokens.read(body, state)) is not None:
+        if (ask := tokens.read(body, state, self._request_seeds)) is not None:
             try:
                 answer = await tokens.complete(ask, state, receive)
             except Exception as error:  # vLLM has a status and words for each kind: it is asked the same

@@ -48,6 +48,21 @@ def staleness(recipe: Recipe) -> int:
     return int(recipe.trainer.get("max_staleness", MAX_STALENESS))
 
 
+def completions_per_step(recipe: Recipe, processes: int) -> int:
+    """Completions of an optimizer step of a trainer with so many processes, one for each GPU."""
+    batch, accumulated = (
+        recipe.trainer.get(name, default)
+        for name, default in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1))
+    )
+    return int(batch * accumulated * processes)
+
+
+def in_flight(recipe: Recipe, processes: int) -> int:
+    """Completions that TRL keeps going at a time, over all replicas (TRL 1.16)."""
+    said = int(recipe.trainer.get("max_inflight_tasks", -1))
+    return said if said >= 0 else max(staleness(recipe), 1) * completions_per_step(recipe, processes)
+
+
 @dataclass(frozen=True)
 class Group:
     """Jobs of one role. Prices in US dollars, None where the Hub lists no such flavor or price."""
@@ -163,15 +178,14 @@ def derived(recipe: Recipe, trainer_gpus: int | None) -> dict[str, Any]:
     """
     trainer, vllm = recipe.trainer, recipe.replica.vllm
     processes = max(1, trainer_gpus or 1)
-    batch = trainer.get("per_device_train_batch_size", 8) * trainer.get("gradient_accumulation_steps", 1) * processes
-    in_flight = trainer.get("max_inflight_tasks", -1)
+    batch = completions_per_step(recipe, processes)
     lag = staleness(recipe)
     length, completion = vllm.get("max_model_len"), trainer.get("max_completion_length", MAX_COMPLETION_TOKENS)
     return {
         "trainer_processes": processes,
         "completions_per_step": batch,
         "prompts_per_step": batch / trainer.get("num_generations", 8),
-        "max_inflight_tasks": in_flight if in_flight >= 0 else max(lag, 1) * batch,
+        "max_inflight_tasks": in_flight(recipe, processes),
         "max_staleness": lag,
         "max_loras": vllm.get("max_loras"),
         "max_lora_rank": vllm.get("max_lora_rank"),

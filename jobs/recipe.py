@@ -57,11 +57,13 @@ class Lora:
 @dataclass(frozen=True)
 class Replica:
     """The generation side: `count` replica Jobs with `engines` servers each, `auto` for as many as the flavor's GPUs
-    and cores can use (jobs.machine); `vllm` are flags of `vllm serve` (underscores)."""
+    and cores can use (jobs.machine); `vllm` are flags of `vllm serve` (underscores). `request_seeds` has completions
+    drawn with the seeds that TRL sends, random ones, at the price of a fifth of the tokens (jobs.tokens)."""
 
     count: int = 2
     engines: int | Literal["auto"] = 1
     vllm: dict[str, Any] = field(default_factory=dict)
+    request_seeds: bool = False
 
     @property
     def engine_count(self) -> int:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -60,14 +60,10 @@ class Place:
     host: str
     port: int
     gpus: tuple[str, ...] = ()
-    cores: tuple[int, ...] = ()
-    """Processor cores that are its own (none: it runs on any)."""
 
 
-def places(
-    engines: int, environ: Mapping[str, str], gpus: list[str], tensor_parallel: int = 1, cores: Sequence[int] = ()
-) -> list[Place]:
-    """Spreads a Job's engines over its GPUs, and where it has some over its processor cores.
+def places(engines: int, environ: Mapping[str, str], gpus: list[str], tensor_parallel: int = 1) -> list[Place]:
+    """Spreads a Job's engines over its GPUs.
 
     Engine i listens on every interface at port 8000 + i, unless `ASYNCGRPO_BIND_<port>` = "host:port" says otherwise.
 
@@ -84,8 +80,7 @@ def places(
     for engine in range(engines):
         host, _, port = environ.get(f"ASYNCGRPO_BIND_{PORT + engine}", f"0.0.0.0:{PORT + engine}").rpartition(":")
         group = engine % len(groups) if groups else 0
-        own = tuple(machine.cores(cores, engines, engine)) if groups and engines > 1 else ()
-        found.append(Place(engine, host, int(port), groups[group] if groups else (), own))
+        found.append(Place(engine, host, int(port), groups[group] if groups else ()))
     return found
 
 
@@ -141,6 +136,7 @@ def engine_environment(
         "ASYNCGRPO_ADAPTERS": str(adapters),
         "ASYNCGRPO_REPLICA": str(replica),
         "ASYNCGRPO_ENGINE": spec.engine,
+        "ASYNCGRPO_REQUEST_SEEDS": str(int(spec.recipe.replica.request_seeds)),
     }
     if place.gpus:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
@@ -166,10 +162,10 @@ def run(environ: Mapping[str, str]) -> int:
     spec = replace(spec, recipe=recipe)
     tensor_parallel = int(recipe.replica.vllm.get("tensor_parallel_size", 1))
     replica = Replica()
-    for place in places(recipe.replica.engine_count, environ, gpus, tensor_parallel, probe.cores()):
+    for place in places(recipe.replica.engine_count, environ, gpus, tensor_parallel):
         command = engine_command(spec, place, model, index)
         environment = engine_environment(environ, spec, place, index, adapters)
-        replica.engines.append(Engine(command, environment, place.cores))
+        replica.engines.append(Engine(command, environment))
 
     def watch(stop: threading.Event, expired: Callable[[str], None]) -> None:
         lease.watch(bucket, spec.run, spec.recipe.jobs.lease_s, stop, expired)
@@ -208,7 +204,6 @@ class Engine:
 
     command: list[str]
     environment: dict[str, str]
-    cores: tuple[int, ...] = ()
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     process: subprocess.Popen[bytes] | None = None
     _reader: threading.Thread | None = None
@@ -222,16 +217,11 @@ class Engine:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            preexec_fn=lambda: self._prepare(parent),
+            preexec_fn=lambda: processes.die_with_parent(parent),
         )
         assert self.process.stdout is not None
         self._reader = threading.Thread(target=self._copy, args=(self.process.stdout,), daemon=True)
         self._reader.start()
-
-    def _prepare(self, parent: int) -> None:
-        processes.die_with_parent(parent)
-        if self.cores:
-            os.sched_setaffinity(0, self.cores)
 
     def last_words(self) -> str:
         """The last lines that the ended process wrote."""

@@ -7,7 +7,7 @@ from huggingface_hub import JobHardwareInfo
 
 from emulator.hardware import FLAVORS
 from jobs.errors import ConfigError
-from jobs.machine import GB, LEAST_CACHE_BYTES, OVERHEAD_BYTES, Machine, cores, how_many, memory, of_flavor, resolve
+from jobs.machine import GB, LEAST_CACHE_BYTES, OVERHEAD_BYTES, Machine, how_many, memory, of_flavor, resolve
 from jobs.recipe import Recipe, load, override
 
 H200 = Machine(1, 141 * GB, 23)
@@ -29,25 +29,29 @@ def test_the_machine_of_a_flavor(flavor: str, expected: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "weights", "parallel", "expected"),
+    ("machine", "weights", "in_flight", "parallel", "expected"),
     [
-        (H200, SMALL, 1, 4),
-        (Machine(1, 141 * GB, 7), SMALL, 1, 3),  # cores for no more
-        (Machine(1, 141 * GB, 1), SMALL, 1, 1),
-        (Machine(1, 24 * GB, 23), SMALL, 1, 1),  # memory for no more
-        (Machine(1, 141 * GB, 23, gpu_share=1 / 3), SMALL, 1, 3),
-        (H200, 15 * GB, 1, 2),
-        (H200, 140 * GB, 1, 1),
-        (Machine(2, 141 * GB, 46), SMALL, 1, 8),
-        (Machine(2, 141 * GB, 46), 15 * GB, 2, 4),
-        (Machine(4, 141 * GB, 92), 140 * GB, 2, 2),
-        (H200, None, 1, 1),
-        (Machine(2, 141 * GB, 46), None, 1, 2),
-        (Machine(0, 0, 2), SMALL, 1, 1),
+        (H200, SMALL, 128, 1, 1),
+        (H200, SMALL, 384, 1, 2),
+        (H200, SMALL, 768, 1, 3),
+        (H200, SMALL, 1536, 1, 4),
+        (H200, SMALL, 0, 1, 1),
+        (Machine(1, 141 * GB, 7), SMALL, 1536, 1, 3),  # cores for no more
+        (Machine(1, 141 * GB, 1), SMALL, 1536, 1, 1),
+        (Machine(1, 24 * GB, 23), SMALL, 1536, 1, 1),  # memory for no more
+        (Machine(1, 141 * GB, 23, gpu_share=1 / 3), SMALL, 1536, 1, 3),
+        (H200, 15 * GB, 1536, 1, 2),
+        (H200, 140 * GB, 1536, 1, 1),
+        (Machine(2, 141 * GB, 46), SMALL, 1536, 1, 6),
+        (Machine(2, 141 * GB, 46), 15 * GB, 1536, 2, 4),
+        (Machine(4, 141 * GB, 92), 140 * GB, 1536, 2, 2),
+        (H200, None, 1536, 1, 1),
+        (Machine(2, 141 * GB, 46), None, 1536, 1, 2),
+        (Machine(0, 0, 2), SMALL, 1536, 1, 1),
     ],
 )
-def test_how_many_engines(machine: Machine, weights: int | None, parallel: int, expected: int) -> None:
-    assert how_many(machine, weights, parallel) == expected
+def test_how_many_engines(machine: Machine, weights: int | None, in_flight: int, parallel: int, expected: int) -> None:
+    assert how_many(machine, weights, in_flight, parallel) == expected
 
 
 @pytest.mark.parametrize("engines", [1, 2, 3, 4, 6])
@@ -89,7 +93,21 @@ def recipe(*overrides: str) -> Recipe:
         (['model.dtype="auto"'], Machine(0, 0, 2), "float32", 1, {}),
         (['model.dtype="auto"'], H200, "bfloat16", 1, {}),
         (['model.dtype="float16"'], H200, "float16", 1, {}),
-        (['replica.engines="auto"'], H200, None, 4, {"gpu_memory_utilization": 0.225}),
+        (['replica.engines="auto"'], H200, None, 1, {}),  # 48 in flight for each of its 2 replicas
+        (
+            ['replica.engines="auto"', "trainer.max_inflight_tasks=1024"],
+            H200,
+            None,
+            2,
+            {"gpu_memory_utilization": 0.45},
+        ),
+        (
+            ['replica.engines="auto"', "trainer.max_inflight_tasks=-1", "trainer.per_device_train_batch_size=384"],
+            H200,
+            None,
+            3,
+            {"gpu_memory_utilization": 0.3},
+        ),
         (["replica.engines=2"], H200, None, 2, {"gpu_memory_utilization": 0.45}),
         (["replica.engines=2", "replica.vllm.gpu_memory_utilization=0.2"], H200, None, 2, {}),
     ],
@@ -103,16 +121,3 @@ def test_a_recipe_is_completed(
     assert found.replica.engines == engines
     assert found.replica.vllm == {**flags, **asked.replica.vllm}, "what it says itself stays"
     assert resolve(found, machine, SMALL) == found
-
-
-@pytest.mark.parametrize(
-    ("available", "engines", "expected"),
-    [
-        ([0, 1, 2, 3], 2, [[0, 1], [2, 3]]),
-        ([8, 9, 10, 11, 12], 2, [[8, 9], [10, 11]]),
-        ([0], 2, [[0], [0]]),
-        ([5, 4], 1, [[4, 5]]),
-    ],
-)
-def test_cores_are_shared_out(available: list[int], engines: int, expected: list[list[int]]) -> None:
-    assert [cores(available, engines, engine) for engine in range(engines)] == expected

@@ -27,7 +27,7 @@ SIM = "emulator.sim_engine"
 
 
 def spec(*overrides: str, engine_module: str = SIM, **fields: Any) -> RunSpec:
-    recipe = override(load("digit"), *overrides)
+    recipe = override(load("digit"), 'model.dtype="float32"', *overrides)
     values = {"run": "run", "engine": "sim", "model": ModelRef("hub", "org/model", "digit"), **fields}
     return RunSpec(recipe=recipe, engine_module=engine_module, **values)
 
@@ -145,17 +145,11 @@ def test_each_engine_has_a_seed_of_its_own() -> None:
     assert len(set(seeds)) == len(seeds)
 
 
-def test_engines_on_a_gpu_have_cores_of_their_own() -> None:
-    found = places(3, {}, ["0"], cores=[4, 5, 6, 7, 8, 9, 10])
-    assert [place.cores for place in found] == [(4, 5), (6, 7), (8, 9)]
-    assert [place.cores for place in places(1, {}, ["0"], cores=[4, 5])] == [()]
-    assert [place.cores for place in places(2, {}, [], cores=[4, 5])] == [(), ()]
-
-
 def test_the_environment_of_an_engine(tmp_path: Path) -> None:
     given = {"PATH": "/bin", "OMP_NUM_THREADS": "4", "ASYNCGRPO_KEY": KEY}
     cpu = engine_environment(given, spec(), Place(0, "", 1), 7, tmp_path)
     assert cpu["TORCHDYNAMO_DISABLE"] == "1" and cpu["OMP_NUM_THREADS"] == "4"
+    assert cpu["ASYNCGRPO_REQUEST_SEEDS"] == "0"
     assert cpu["ASYNCGRPO_REPLICA"] == "7" and cpu["ASYNCGRPO_ADAPTERS"] == str(tmp_path)
     assert cpu["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == cpu["VLLM_SERVER_DEV_MODE"] == "1"
     assert int(cpu["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 15

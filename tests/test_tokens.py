@@ -81,7 +81,7 @@ def test_prompt_and_completion_must_fit(max_model_len: int, expected: bool) -> N
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b"\xff"])
 def test_a_body_that_is_no_request_is_vllms_business(body: bytes) -> None:
-    assert tokens.read(body, None) is None
+    assert tokens.read(body, None, True) is None
 
 
 def test_minus_infinity_is_said_as_vllm_says_it() -> None:
@@ -92,6 +92,22 @@ def test_minus_infinity_is_said_as_vllm_says_it() -> None:
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-0.5, -9999.0]
 
 
+@pytest.mark.parametrize(
+    ("model", "request_seeds", "expected"), [(WIRE, False, None), (WIRE, True, 2**62), ("tiny", False, 2**62)]
+)
+def test_the_seed_of_a_completion_by_an_adapter_is_used_on_request(
+    model: str, request_seeds: bool, expected: int | None
+) -> None:
+    models = SimpleNamespace(lora_requests={WIRE: object()}, is_base_model=lambda name: name == "tiny")
+    state = SimpleNamespace(
+        engine_client=SimpleNamespace(errored=False),
+        openai_serving_models=models,
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(max_model_len=256)),
+    )
+    ask = tokens.read(json.dumps({**PLAIN, "model": model}).encode(), state, request_seeds)
+    assert ask is not None and ask.sampling.get("seed") == expected
+
+
 @pytest.fixture(scope="module")
 def vllm(moto_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder, environ = tmp_path_factory.mktemp("vllm"), new_bucket(moto_endpoint).environ
@@ -99,7 +115,8 @@ def vllm(moto_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         listener.bind(("127.0.0.1", 0))
         port = int(listener.getsockname()[1])
     command = vllm_command(port, str(build("digit")), "--middleware", "jobs.middleware.ReplicaMiddleware")
-    with running(command, engine_environ(folder / "store", environ), port, folder / "log") as engine:
+    variables = {**engine_environ(folder / "store", environ), "ASYNCGRPO_REQUEST_SEEDS": "1"}
+    with running(command, variables, port, folder / "log") as engine:
         where = publish(Bucket.from_env(environ), write_adapter(folder / "adapter", scale=0.5), WIRE)
         assert engine.post("/v1/load_lora_adapter", {"lora_name": WIRE, "lora_path": where}).status_code == 200
         yield engine
