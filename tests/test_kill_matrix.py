@@ -110,30 +110,79 @@ async def answers(driver: Driver, version: int, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_killed_replica(tmp_path: Path) -> None:
+def only_pauses(run: Scene) -> None:
+    """What the trainer saw of a proxy that was restarted: broken connections, and no error of the proxy's."""
+    errors = {error for answer in run.answered() for error in answer["errors"]}
+    assert errors <= {"ServerDisconnectedError", "ClientOSError"}, errors
+
+
+async def killed_replica(folder: Path) -> None:
+    """One replica after another."""
+    async with scene(folder, 3, IN_FLIGHT, *PACE, versions=2) as run:
+        version, deaths = 2, []
+        for number, (signum, phase) in enumerate(CELLS):
+            victim, version = run.replicas[number % 3], version + 1
+
+            async def strike(victim: Replica = victim, signum: int = signum) -> None:
+                deaths.append(await victim.kill(signum))
+
+            await sync(run, version, phase, strike)
+            await answers(run.driver, version, IN_FLIGHT)
+            await victim.start()
+            await run.until(run.serving(version, 2))
+        await run.until(run.serving(version, 3))
+        await run.driver.stop()
+        now = await run.status()
+        run.check()
+        assert not [answer for answer in run.answered() if answer["errors"]], "the trainer noticed"
+        assert now["completions"]["lost"] == now["completions"]["in_flight"] == now["generation_stall_s"] == 0
+        assert now["completions"]["redispatched"] > 0
+        waited = {(signum.name, phase): run.waited_s(at) for (signum, phase), at in zip(CELLS, deaths, strict=True)}
+        assert max(waited.values()) < 1, waited
+        assert await run.held() == {f"{RUN}.1.v{n}" for n in (version - 1, version)}
+
+
+async def killed_proxy(folder: Path) -> None:
+    async with scene(folder, 2, IN_FLIGHT, *PACE, versions=2) as run:
+        for version, (signum, phase) in enumerate(CELLS, 3):
+            await sync(run, version, phase, lambda signum=signum: run.restart_proxy(signum))
+            await answers(run.driver, version, IN_FLIGHT)
+            await run.until(run.serving(version, 2))
+        await run.driver.stop()
+        run.check()
+        only_pauses(run)
+        assert (await run.status())["completions"]["lost"] == 0
+
+
+async def killed_trainer(folder: Path) -> None:
+    async with scene(folder, 2, IN_FLIGHT, *PACE, versions=2) as run:
+        for signum, phase in CELLS:
+
+            async def strike(signum: int = signum) -> None:
+                await asyncio.gather(run.driver.kill(signum), run.proxy.kill(signum))
+                run.attempt += 1
+                await run.start_trainer(IN_FLIGHT, versions=2)
+
+            await sync(run, 3, phase, strike)
+            await answers(run.driver, 2, IN_FLIGHT)
+            await run.until(run.serving(2, 2))
+        await run.driver.stop()
+        run.check()
+        assert (await run.status())["completions"]["lost"] == 0
+        await run.until(lambda now: not now["completions"]["in_flight"])
+        names = [parse_wire(name) for name in await run.held()]
+        assert {name.attempt for name in names if name} == {run.attempt}, "an attempt left adapters behind"
+
+
+def test_every_part_is_killed_at_every_stage(tmp_path: Path) -> None:
+    """Three runs at the same time: each waits for most of its time."""
+
     async def main() -> None:
-        async with scene(tmp_path, 3, IN_FLIGHT, *PACE, versions=2) as run:
-            version, deaths = 2, []
-            for number, (signum, phase) in enumerate(CELLS):
-                victim, version = run.replicas[number % 3], version + 1
-
-                async def strike(victim: Replica = victim, signum: int = signum) -> None:
-                    deaths.append(await victim.kill(signum))
-
-                await sync(run, version, phase, strike)
-                await answers(run.driver, version, IN_FLIGHT)
-                await victim.start()
-                await run.until(run.serving(version, 2))
-            await run.until(run.serving(version, 3))
-            await run.driver.stop()
-            now = await run.status()
-            run.check()
-            assert not [answer for answer in run.answered() if answer["errors"]], "the trainer noticed"
-            assert now["completions"]["lost"] == now["completions"]["in_flight"] == now["generation_stall_s"] == 0
-            assert now["completions"]["redispatched"] > 0
-            waited = {(signum.name, phase): run.waited_s(at) for (signum, phase), at in zip(CELLS, deaths, strict=True)}
-            assert max(waited.values()) < 1, waited
-            assert await run.held() == {f"{RUN}.1.v{n}" for n in (version - 1, version)}
+        async with asyncio.TaskGroup() as runs:
+            for cells in (killed_replica, killed_proxy, killed_trainer):
+                folder = tmp_path / cells.__name__
+                folder.mkdir()
+                runs.create_task(cells(folder))
 
     asyncio.run(main())
 
@@ -158,27 +207,6 @@ def test_all_but_the_trainer_killed_at_once(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def only_pauses(run: Scene) -> None:
-    """What the trainer saw of a proxy that was restarted: broken connections, and no error of the proxy's."""
-    errors = {error for answer in run.answered() for error in answer["errors"]}
-    assert errors <= {"ServerDisconnectedError", "ClientOSError"}, errors
-
-
-def test_a_killed_proxy(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with scene(tmp_path, 2, IN_FLIGHT, *PACE, versions=2) as run:
-            for version, (signum, phase) in enumerate(CELLS, 3):
-                await sync(run, version, phase, lambda signum=signum: run.restart_proxy(signum))
-                await answers(run.driver, version, IN_FLIGHT)
-                await run.until(run.serving(version, 2))
-            await run.driver.stop()
-            run.check()
-            only_pauses(run)
-            assert (await run.status())["completions"]["lost"] == 0
-
-    asyncio.run(main())
-
-
 def test_a_killed_proxy_before_a_bucket_that_lags(tmp_path: Path) -> None:
     async def main() -> None:
         async with scene(tmp_path, 2, IN_FLIGHT, *PACE, versions=2) as run:
@@ -190,29 +218,6 @@ def test_a_killed_proxy_before_a_bucket_that_lags(tmp_path: Path) -> None:
             await run.driver.stop()
             run.check()
             only_pauses(run)
-
-    asyncio.run(main())
-
-
-def test_a_killed_trainer(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with scene(tmp_path, 2, IN_FLIGHT, *PACE, versions=2) as run:
-            for signum, phase in CELLS:
-
-                async def strike(signum: int = signum) -> None:
-                    await asyncio.gather(run.driver.kill(signum), run.proxy.kill(signum))
-                    run.attempt += 1
-                    await run.start_trainer(IN_FLIGHT, versions=2)
-
-                await sync(run, 3, phase, strike)
-                await answers(run.driver, 2, IN_FLIGHT)
-                await run.until(run.serving(2, 2))
-            await run.driver.stop()
-            run.check()
-            assert (await run.status())["completions"]["lost"] == 0
-            await run.until(lambda now: not now["completions"]["in_flight"])
-            names = [parse_wire(name) for name in await run.held()]
-            assert {name.attempt for name in names if name} == {run.attempt}, "an attempt left adapters behind"
 
     asyncio.run(main())
 
