@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 from bench import load
 from jobs import lease, machine, manifest, model_fetch, probe
 from jobs.bucket import Bucket
+from jobs.cache import cache_dir
 from jobs.http import KEY_HEADER
 from jobs.names import WireName
 from jobs.recipe import Recipe
@@ -143,9 +144,8 @@ def serve(model: Path, directory: Path, engines: int, flags: Mapping[str, Any]) 
         "ASYNCGRPO_BUCKET": f"s3://{RUN}",
         "ASYNCGRPO_RUN": RUN,
         "ASYNCGRPO_KEY": key,
-        "ASYNCGRPO_CACHE": str(directory / "cache"),
+        "ASYNCGRPO_CACHE": str(cache_dir()),
     }
-    (directory / "cache").mkdir(exist_ok=True)
     import boto3
 
     boto3.client(
@@ -244,8 +244,16 @@ def pin(engines: list[Processes], number: int, pinned: bool) -> None:
                     os.sched_setaffinity(int(task.name), own)
 
 
-def measure(directory: Path, out: Path, vocabulary: int, warm_s: float, measure_s: float, deadline_s: float) -> None:
-    """Runs the cells of the plan until the deadline; a line for each goes to `OUT/engines.jsonl` and to stdout."""
+def measure(
+    directory: Path,
+    out: Path,
+    cells: Iterable[Cell],
+    vocabulary: int,
+    warm_s: float,
+    measure_s: float,
+    deadline_s: float,
+) -> None:
+    """Runs the cells until the deadline; a line for each goes to `OUT/engines.jsonl` and to stdout."""
     started = time.monotonic()
     state = json.loads((directory / "ready.json").read_text())
     out.mkdir(parents=True, exist_ok=True)
@@ -256,7 +264,7 @@ def measure(directory: Path, out: Path, vocabulary: int, warm_s: float, measure_
     print(
         "engines in-flight way      seed pin   tokens/s steps/s server-ms scheduler-ms GPU-% GPU-GB failed", flush=True
     )
-    for cell in PLAN:
+    for cell in cells:
         if cell.engines > len(found):
             continue
         if time.monotonic() - started > deadline_s - warm_s - measure_s - 3:
@@ -408,11 +416,13 @@ def main(words: list[str]) -> int:
     measuring.add_argument("--warm", type=float, default=4.0)
     measuring.add_argument("--seconds", type=float, default=7.0)
     measuring.add_argument("--deadline", type=float, default=3600.0)
+    measuring.add_argument("--cells", help="'3x768 1x384': engines x in flight, for tokens alone, instead of the plan")
     chosen = parser.parse_args(words)
     if chosen.command == "serve":
         flags = {name: json.loads(value) for name, _, value in (flag.partition("=") for flag in chosen.flag)}
         return serve(chosen.model.resolve(), chosen.directory.resolve(), chosen.engines, flags)
-    measure(chosen.directory, chosen.out, chosen.vocabulary, chosen.warm, chosen.seconds, chosen.deadline)
+    cells = [Cell(*map(int, each.split("x"))) for each in chosen.cells.split()] if chosen.cells else PLAN
+    measure(chosen.directory, chosen.out, cells, chosen.vocabulary, chosen.warm, chosen.seconds, chosen.deadline)
     return 0
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # bench/h200.sh engines [OUT]    tokens/s of 1 to 8 engines on one GPU (docs/benchmarks.md, first table)
 # bench/h200.sh learn [OUT]      the recipe digit on GPU 0, all Jobs sharing it
-# bench/h200.sh stock [OUT]      the loop with one stock engine on the last GPU, trainer on GPU 0
-# bench/h200.sh ours [OUT]       the same loop with asyncgrpo
-# bench/h200.sh fsdp [OUT]       the trainer on two GPUs, sharded
+# bench/h200.sh stock OUT [ARGS] the loop with one stock engine on GPU 1, trainer on GPU 0; ARGS: --set section.field=value
+# bench/h200.sh ours OUT [ARGS]  the same loop with asyncgrpo
+# bench/h200.sh fsdp OUT [ARGS]  the same with the trainer on two GPUs, sharded
 # For a machine with NVIDIA GPUs whose python3 has requirements/gpu.txt. Each needs minutes, writes what it measured to
 # OUT (default: build/bench) and prints a table last. WORK (default: build/bench-work) keeps the model and what engines
-# compiled. STEPS sets the optimizer steps of a loop.
+# compiled.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -14,9 +14,9 @@ command=${1:-}
 out=${2:-$root/build/bench}
 work=${WORK:-$root/build/bench-work}
 python=${PYTHON:-python3}
-export PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1
+export PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1 ASYNCGRPO_CACHE=$work/cache
 cd "$root"
-mkdir -p "$out" "$work"
+mkdir -p "$out" "$ASYNCGRPO_CACHE"
 
 model() { # built once
   [[ -f $work/model/model.safetensors ]] || "$python" -m bench.models "$work/model"
@@ -41,6 +41,15 @@ case $command in
     rm -f "$work/serve/ready.json"
     serve
     "$python" -m bench.engines measure "$work/serve" "$out" --vocabulary 151643
+    ;;
+  stock | ours)
+    model
+    "$python" -m bench.loop "$command" "$out" --set "model.id='$work/model'" "${@:3}"
+    ;;
+  fsdp) # the replica shares GPU 0 with half of the trainer
+    model
+    "$python" -m bench.loop ours "$out" --name fsdp --gpus 0,0,1 --set "model.id='$work/model'" \
+      --set jobs.trainer_flavor=h200x2 --set trainer.gradient_accumulation_steps=4 "${@:3}"
     ;;
   learn)
     "$python" asyncgrpo.py emulate digit --gpus 0,0,0 --run "learn-$(date +%s)" --json | tee "$out/learn.json"

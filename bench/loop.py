@@ -1,0 +1,216 @@
+"""The whole loop, measured: `python -m bench.loop stock|ours OUT [--set section.field=value ...]`.
+
+`stock`: TRL's trainer, one stock engine and the proxy of bench/stock.py. `ours`: the same recipe as `asyncgrpo emulate`
+runs it, with the same lag of the bucket. Both write `OUT/<kind>.jsonl` (the trainer's metrics of each step) and
+`OUT/<kind>.json` (the row of the table), and print the row.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bench.stock import StockProxy
+from emulator import gpus
+from emulator.bucket import MotoServer
+from emulator.job_environment import IMAGES, Image
+from emulator.ports import free_port
+from emulator.serve import Emulator
+from jobs import machine, model_fetch, probe, processes, recipe, replica
+from jobs.bucket import Bucket
+from jobs.bundle import app_dir
+from jobs.cache import cache_dir
+from jobs.launch import Glance, Launch
+from jobs.plan import completions_per_step, resolve
+from jobs.progress import metrics_key
+from jobs.recipe import Recipe
+from jobs.site import Site
+from jobs.spec import ModelRef, RunSpec
+
+RECIPE = Path(__file__).with_name("loop.toml")
+STEPS_OF_THE_PUBLISHED_RUN = 500
+Rows = list[dict[str, Any]]
+
+
+class GpuMemory:
+    """The most memory that each GPU had in use, in GB, looked up every second."""
+
+    def __init__(self) -> None:
+        self.most_gb: dict[int, float] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "GpuMemory":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+
+    def _watch(self) -> None:
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        while not self._stop.wait(1.0):
+            with suppress(OSError, subprocess.SubprocessError, ValueError):
+                lines = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()
+                for index, line in enumerate(lines):
+                    self.most_gb[index] = max(self.most_gb.get(index, 0.0), round(int(line) / 1000, 1))
+
+
+def stock(chosen: Recipe, places: Sequence[str], lag_s: float, out: Path) -> tuple[Rows, dict[str, Any]]:
+    """One engine on the first place's GPU, the trainer on the last one's."""
+    work = Path(tempfile.mkdtemp(prefix="stock-"))
+    model = str(Path(chosen.model.id).resolve())
+    spec = RunSpec("stock", resolve(chosen), ModelRef("path", model, model))
+    (work / "spec.json").write_bytes(spec.to_json())
+    port, proxy_port = free_port(set()), free_port(set())
+    place = replica.Place(0, "127.0.0.1", port, tuple(places[:1]))
+    command = replica.engine_command(spec, place, model, 0)
+    at = command.index("--middleware")
+    command = [*command[:2], "vllm.entrypoints.openai.api_server", *command[3:at], *command[at + 2 :]]
+    common = {**os.environ, "PYTHONPATH": str(app_dir()), "ASYNCGRPO_CACHE": str(cache_dir())}
+    (work / "mount").mkdir()
+    output = work / "output"
+    output.mkdir()
+    children: list[subprocess.Popen[bytes]] = []
+    try:
+        with (out / "stock-engine.log").open("wb") as log:
+            environment = replica.engine_environment(common, spec, place, 0, work)
+            children.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        proxy = StockProxy([f"http://127.0.0.1:{port}"], work / "mount", lag_s, proxy_port)
+        proxy.start()
+        with (out / "stock-trainer.log").open("wb") as log:
+            environment = common | {
+                "ASYNCGRPO_SPEC_FILE": str(work / "spec.json"),
+                "ASYNCGRPO_MODEL_DIR": model,
+                "ASYNCGRPO_OUTPUT_DIR": str(output),
+                "ASYNCGRPO_SERVER_URL": f"http://127.0.0.1:{proxy_port}",
+                "CUDA_VISIBLE_DEVICES": places[-1] if places else "",
+            }
+            trainer = [sys.executable, "-m", "jobs.train"]
+            children.append(subprocess.Popen(trainer, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        while children[1].poll() is None:
+            if children[0].poll() is not None:
+                raise SystemExit(f"the engine ended:\n{(out / 'stock-engine.log').read_text()[-3000:]}")
+            time.sleep(0.5)
+        if children[1].returncode:
+            raise SystemExit(f"the trainer failed:\n{(out / 'stock-trainer.log').read_text()[-3000:]}")
+        rows = _read((output / "metrics.jsonl").read_bytes())
+        return rows, {"generation_stall_s": round(proxy.stall_s, 2), "tokens": proxy.tokens, "engines": 1}
+    finally:
+        processes.end(children, 10.0)
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def ours(chosen: Recipe, places: Sequence[str], lag_s: float, out: Path) -> tuple[Rows, dict[str, Any]]:
+    """What `asyncgrpo emulate` does, but the metrics of every step are kept."""
+    images = {"*": Image(environment=gpus.image_environment(os.environ))} if places else IMAGES
+    bucket = MotoServer("hub")
+    emulator = Emulator(bucket=bucket, devices=places, images=images, logs=out / "ours-logs")
+    emulator.start()
+    try:
+        bucket.disturb(lag_s=lag_s)
+        site = Site(
+            endpoint=emulator.endpoint,
+            token=emulator.token,
+            namespace=emulator.owner.name,
+            bucket=emulator.bucket,
+            environment={"ASYNCGRPO_CACHE": str(cache_dir())},
+            poll_s=0.5,
+        )
+        glances: list[Glance] = []
+
+        def look(glance: Glance) -> None:
+            glances[:] = [glance]
+
+        with Launch(site, chosen, f"ours-{int(time.time())}", "vllm", None, 0) as launch:
+            launch.start(Path(chosen.model.id))
+            summary = launch.follow(look)
+            rows = _read(Bucket(emulator.bucket).get(metrics_key(launch.run, 1)))
+        tokens = sum((summary["replica_tokens"] or {}).values())
+        engines = len((glances[0].progress.get("proxy") or {}).get("replicas") or [])
+        (out / "ours-summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        return rows, {"generation_stall_s": summary["generation_stall_s"], "tokens": tokens, "engines": engines}
+    finally:
+        emulator.stop()
+
+
+def _read(lines: bytes) -> Rows:
+    return [json.loads(line) for line in lines.splitlines() if line.strip()]
+
+
+def row(kind: str, chosen: Recipe, found: Rows, more: Mapping[str, Any], processes: int) -> dict[str, Any]:
+    """The row of the table, from the trainer's journal. Pure."""
+    steps = [each for each in found if "event" not in each and isinstance(each.get("step"), int)]
+    began = next(each["time"] for each in found if each.get("event") == "phase" and each["name"] == "started")
+    samples = completions_per_step(chosen, processes)
+    took_s = steps[-1]["time"] - began
+    half = steps[len(steps) // 2 - 1]
+    late_s = steps[-1]["time"] - half["time"]
+
+    def column(name: str) -> list[float]:
+        return [each[name] for each in steps if each.get(name) is not None]
+
+    syncs = column("perf/weight_sync_s")
+    step_s = samples / (samples * (steps[-1]["step"] - half["step"]) / late_s)
+    return {
+        "kind": kind,
+        "steps": len(steps),
+        "samples_per_s": round(samples * len(steps) / took_s, 2),
+        "samples_per_s_second_half": round(samples / step_s, 2),
+        "step_s_p50": round(statistics.median(column("perf/step_s")), 2),
+        "wait_s_mean": round(statistics.fmean(column("perf/rollout_wait_s")), 2),
+        "fwd_bwd_s_p50": round(statistics.median(column("perf/fwd_bwd_s")), 2),
+        "mfu_fwd_bwd": round(statistics.fmean(column("perf/mfu_fwd_bwd") or [0.0]), 3),
+        "sync_s_p50": round(statistics.median(syncs), 3),
+        "sync_s_max": round(max(syncs), 3),
+        "tokens_per_s": round(more["tokens"] / took_s),
+        "ratio_min": round(min(column("ratio")), 5),
+        "ratio_max": round(max(column("ratio")), 5),
+        "staleness_mean": round(statistics.fmean(column("sample/staleness_mean")), 2),
+        "stale_dropped": sum(column("sample/dropped_stale_total")),
+        "completion_tokens": round(statistics.fmean(column("completions/mean_length") or [0.0]), 1),
+        "h_of_500_steps": round(STEPS_OF_THE_PUBLISHED_RUN * step_s / 3600, 2),
+        **more,
+    }
+
+
+def main(words: list[str]) -> int:
+    """Reads the command line and runs one of the two."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=["stock", "ours"])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.FIELD=VALUE")
+    parser.add_argument("--gpus", default="1,0", help="replica's GPU, trainer's GPUs; none")
+    parser.add_argument("--lag", type=float, default=2.5, help="seconds until an object that was written is seen")
+    parser.add_argument("--name", help="of the row; the kind if left out")
+    asked = parser.parse_args(words)
+    chosen = recipe.load(str(RECIPE), overrides=asked.overrides)
+    places = gpus.places(asked.gpus, probe.gpus(os.environ), chosen)
+    if asked.kind == "stock":
+        chosen = recipe.override(chosen, "replica.engines=1")
+    own = gpus.machine_of_a_replica(probe.machine(len(set(places))), places, chosen)
+    chosen = machine.resolve(chosen, own, model_fetch.weights_bytes(chosen.model.id))
+    asked.out.mkdir(parents=True, exist_ok=True)
+    with GpuMemory() as memory:
+        found, more = (stock if asked.kind == "stock" else ours)(chosen, places, asked.lag, asked.out)
+    name = asked.name or asked.kind
+    (asked.out / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in found))
+    trainers = max(1, len(places) - 1) if places else 1
+    made = row(name, chosen, found, {**more, "gpu_gb": memory.most_gb}, trainers)
+    (asked.out / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n")
+    print(json.dumps(made))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
