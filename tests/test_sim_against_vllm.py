@@ -1,6 +1,7 @@
 """The simulated engine beside a real vLLM: the same requests, the same answers, down to words, shapes and key order."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import requests
 
+from jobs import tokens
 from jobs.bucket import Bucket
 from jobs.http import KEY_HEADER
 from jobs.tiny import build
@@ -192,6 +194,8 @@ def test_both_answer_alike(engines: tuple[Engine, Engine], adapters: Path, reque
     method, path, body = request_
     if isinstance(body, dict) and str(body.get("lora_path", "")).startswith("raw:"):
         body = {**body, "lora_path": f"raw:{adapters / body['lora_path'].removeprefix('raw:')}"}
+    if path == tokens.PATH and isinstance(body, dict) and tokens.plain(body):
+        body = {**body, "user": "anybody"}  # vLLM's own answer, not that of jobs.tokens
     sim, real = (
         shape(engine.call(method, path, json=body) if body is not None else engine.call(method, path))
         for engine in engines
@@ -285,10 +289,20 @@ def shape(answer: requests.Response) -> tuple[int, str | None, Any]:
     if kind and kind.startswith("text/event-stream"):
         events = [event.removeprefix("data: ") for event in answer.text.strip().split("\n\n")]
         assert events.pop() == "[DONE]"
-        return answer.status_code, kind, sorted(json.dumps(_shape(json.loads(event))) for event in events)
+        # vLLM puts the tokens of several steps into one event when its server is behind.
+        return (
+            answer.status_code,
+            kind,
+            sorted({_one_of_each(json.dumps(_shape(json.loads(event)))) for event in events}),
+        )
     if kind == "application/json":
         return answer.status_code, kind, _shape(answer.json())
     return answer.status_code, kind, answer.text
+
+
+def _one_of_each(shape: str) -> str:
+    """A shape whose lists of alike values have one of them."""
+    return re.sub(r'("\w+"|\b\d+\b)(, \1)+', r"\1", shape)
 
 
 EXACT = {"object", "finish_reason", "message", "type", "param", "code", "model", "owned_by", "parent", "root", "status"}
