@@ -42,13 +42,23 @@ Interfere = Callable[[str, str], int | None]
 
 
 class Hub:
-    """The ASGI application. `user` owns the token and every Job."""
+    """The ASGI application. `user` owns the token and is a member of `organization`; each has Jobs.
+
+    `affordable` is how many Jobs may be alive before the account's credit is used up (402); None: any number.
+    """
 
     def __init__(
-        self, runner: Runner, buckets: HubBuckets, user: Owner, token: str, quota_calls: int = QUOTA_CALLS
+        self,
+        runner: Runner,
+        buckets: HubBuckets,
+        user: Owner,
+        organization: Owner,
+        token: str,
+        quota_calls: int = QUOTA_CALLS,
     ) -> None:
         self.runner = runner
-        self.user = user
+        self.user, self.organization = user, organization
+        self.affordable: int | None = None
         self.keep_alive_s = KEEP_ALIVE_S
         self.interrupt_logs: InterruptLogs | None = None
         self.interfere: Interfere | None = None
@@ -142,7 +152,7 @@ class Hub:
                 "fullname": self.user.name,
                 "isPro": True,
                 "canPay": True,
-                "orgs": [],
+                "orgs": [{**self.organization.to_json(), "fullname": self.organization.name, "roleInOrg": "write"}],
                 "auth": {"type": "access_token", "accessToken": {"displayName": "emulator", "role": "write"}},
             }
         )
@@ -153,10 +163,16 @@ class Hub:
 
     async def create(self, request: Request) -> Response:
         """Start a Job."""
-        if self._namespace(request) != self.user.name:
-            message = f"You do not have write access to the namespace {self._namespace(request)}"
+        namespace = self._namespace(request)
+        owner = next((owner for owner in (self.user, self.organization) if owner.name == namespace), None)
+        if owner is None:
+            message = f"You do not have write access to the namespace {namespace}"
             return _error(403, message, {"X-Error-Message": message})
-        job = await self.runner.submit(self.user, self.user, parse_spec(await _body(request)))
+        spec = parse_spec(await _body(request))
+        alive = sum(not job.stage.final for job in self.runner.table.all())
+        if self.affordable is not None and alive >= self.affordable:
+            return _error(402, "Pre-paid credit balance is insufficient: add more credits to use Jobs.")
+        job = await self.runner.submit(owner, self.user, spec)
         return JSONResponse(job.to_json())
 
     async def list(self, request: Request) -> Response:
@@ -193,7 +209,7 @@ class Hub:
     async def duplicate(self, request: Request) -> Response:
         """Start a new Job with the specification of another, its secrets included."""
         job = self._job(request)
-        again = await self.runner.submit(self.user, self.user, job.spec, "duplicated-job")
+        again = await self.runner.submit(job.owner, self.user, job.spec, "duplicated-job")
         return JSONResponse(again.to_json())
 
     async def labels(self, request: Request) -> Response:

@@ -2,7 +2,8 @@
 
 Files come by way of Xet, whose client can write its content-addressed store to a local directory. Each write token
 names such a directory; `/batch` takes the files out of it and puts them into the S3 bucket of the same name, where
-volumes and S3 clients find them. Downloads through Xet are not offered: read buckets through S3.
+volumes and S3 clients find them, as what those write is listed here. Downloads through Xet are not offered: read
+buckets through S3.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from starlette.routing import Route
 
 from emulator.jobs_state import BadRequest, now, timestamp
 from emulator.volumes import in_s3
-from jobs.bucket import Bucket, BucketSettings
+from jobs.bucket import Bucket, BucketSettings, Entry
 from jobs.errors import BucketError
 
 TOKEN_S = 3600.0
@@ -49,34 +51,55 @@ class UnknownBucket(KeyError):
     """No bucket has this name (404)."""
 
 
+NO_HASH = "0" * 64
+"""Xet hash of a file that did not come by way of Xet."""
+
+
 @dataclass
 class HubBucket:
-    """What the Hub knows about a bucket that S3 does not: when it was made, and each file's Xet hash."""
+    """What the Hub knows about a bucket that S3 does not: when it was made, and of files that came by way of Xet, by
+    etag, their hash and time."""
 
     id: str
     private: bool
     created: str
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    uploads: dict[str, tuple[str, str]] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, files: Collection[Entry]) -> dict[str, Any]:
         """In the words of `huggingface_hub.BucketInfo`."""
         return {
             "id": self.id,
             "private": self.private,
             "createdAt": self.created,
-            "size": sum(file["size"] for file in self.files.values()),
-            "totalFiles": len(self.files),
+            "size": sum(file.size for file in files),
+            "totalFiles": len(files),
+        }
+
+    def file(self, path: str, entry: Entry) -> dict[str, Any]:
+        """In the words of `huggingface_hub.BucketFile`."""
+        uploaded = timestamp(entry.modified)
+        xet_hash, mtime = self.uploads.get(entry.etag, (NO_HASH, uploaded))
+        return {
+            "type": "file",
+            "path": path,
+            "size": entry.size,
+            "xetHash": xet_hash,
+            "mtime": mtime,
+            "uploadedAt": uploaded,
         }
 
 
 class HubBuckets:
-    """The routes below /api/buckets. `directory` holds the Xet stores."""
+    """The routes below /api/buckets. `directory` holds the Xet stores. The emulation's bucket is the user's first."""
 
-    def __init__(self, settings: BucketSettings, directory: Path, endpoint: str) -> None:
+    def __init__(self, settings: BucketSettings, directory: Path, endpoint: str, user: str) -> None:
         self._settings = settings
         self._directory = directory
         self._endpoint = endpoint
         self._buckets: dict[str, HubBucket] = {}
+        self._user = user
+        first = f"{user}/{settings.url.removeprefix('s3://').partition('/')[0]}"
+        self._buckets[first] = HubBucket(first, True, str(timestamp(now())))
         self._stores: list[Path] = []
 
     @property
@@ -86,6 +109,8 @@ class HubBuckets:
         return [
             Route(bucket, self.create, methods=["POST"]),
             Route(bucket, self.info, methods=["GET"]),
+            Route(bucket, self.delete, methods=["DELETE"]),
+            Route("/api/buckets/{namespace}", self.list),
             Route(f"{bucket}/xet-write-token", self.write_token),
             Route(f"{bucket}/batch", self.batch, methods=["POST"]),
             Route(f"{bucket}/paths-info", self.paths_info, methods=["POST"]),
@@ -121,7 +146,26 @@ class HubBuckets:
 
     async def info(self, request: Request) -> Response:
         """One bucket."""
-        return JSONResponse(self._bucket(request).to_json())
+        bucket = self._bucket(request)
+        return JSONResponse(bucket.to_json((await self._entries(bucket)).values()))
+
+    async def _entries(self, bucket: HubBucket, prefix: str = "") -> dict[str, Entry]:
+        return await asyncio.to_thread(lambda: self._open(bucket.id).entries(prefix))
+
+    async def list(self, request: Request) -> Response:
+        """All buckets of a namespace whose names hold the text that was searched for."""
+        namespace, text = request.path_params["namespace"], request.query_params.get("search", "")
+        start = f"{self._user if namespace == 'me' else namespace}/"
+        found = [each for name, each in self._buckets.items() if name.startswith(start) and text in name]
+        return JSONResponse([each.to_json((await self._entries(each)).values()) for each in found])
+
+    async def delete(self, request: Request) -> Response:
+        """Forget a bucket, and delete all that is in it."""
+        bucket = self._bucket(request)
+        files = await self._entries(bucket)
+        await asyncio.to_thread(lambda: self._open(bucket.id).delete(files))
+        del self._buckets[bucket.id]
+        return Response(status_code=204)
 
     async def write_token(self, request: Request) -> Response:
         """A directory of its own for what this client will upload."""
@@ -141,27 +185,18 @@ class HubBuckets:
         delete = [op["path"] for op in operations if op["type"] == "deleteFile"]
         if len(add) + len(delete) != len(operations):
             raise BadRequest("only addFile and deleteFile are supported here")
-        sizes = await asyncio.to_thread(self._store, bucket.id, add, delete)
-        missing = [path for path in add if path not in sizes]
-        for path, size in sizes.items():
+        etags = await asyncio.to_thread(self._store, bucket.id, add, delete)
+        missing = [path for path in add if path not in etags]
+        for path, etag in etags.items():
             mtime = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(add[path]["mtime"] / 1000))
-            bucket.files[path] = {
-                "type": "file",
-                "path": path,
-                "size": size,
-                "xetHash": add[path]["xetHash"],
-                "mtime": mtime,
-                "uploadedAt": timestamp(now()),
-            }
-        for path in delete:
-            bucket.files.pop(path, None)
+            bucket.uploads[etag] = (add[path]["xetHash"], mtime)
         failed = [{"path": path, "error": "its content was not uploaded"} for path in missing]
         answer = {"success": not failed, "processed": len(operations), "failed": failed}
-        return JSONResponse(answer, 422 if failed and not sizes else 200)
+        return JSONResponse(answer, 422 if failed and not etags else 200)
 
-    def _store(self, bucket_id: str, add: dict[str, dict[str, Any]], delete: list[str]) -> dict[str, int]:
-        """Put the files into S3; returns path -> size of those whose content was found."""
-        sizes: dict[str, int] = {}
+    def _store(self, bucket_id: str, add: dict[str, dict[str, Any]], delete: Sequence[str]) -> dict[str, str]:
+        """Put the files into S3; returns path -> etag of those whose content was found."""
+        etags: dict[str, str] = {}
         bucket = self._open(bucket_id)
         with tempfile.TemporaryDirectory(dir=self._directory.parent) as scratch:
             wanted = {op["xetHash"]: str(Path(scratch, op["xetHash"])) for op in add.values()}
@@ -171,10 +206,9 @@ class HubBuckets:
             for path, op in add.items():
                 content = Path(wanted[op["xetHash"]])
                 if content.exists():
-                    bucket.put_file(path, content)
-                    sizes[path] = content.stat().st_size
+                    etags[path] = bucket.put_file(path, content)
         bucket.delete(delete)
-        return sizes
+        return etags
 
     def _extract(self, store: Path, copy: Path, wanted: dict[str, str]) -> None:
         """Take files out of a store, of which the uploading client may still hold the lock: hence the copy."""
@@ -190,11 +224,21 @@ class HubBuckets:
 
     async def paths_info(self, request: Request) -> Response:
         """Those of the asked files that exist."""
-        files = self._bucket(request).files
-        return JSONResponse([files[path] for path in (await request.json())["paths"] if path in files])
+        bucket, paths = self._bucket(request), (await request.json())["paths"]
+        files = await self._entries(bucket)
+        return JSONResponse([bucket.file(path, files[path]) for path in paths if path in files])
 
     async def tree(self, request: Request) -> Response:
-        """All files below a prefix."""
-        prefix = request.path_params.get("prefix", "")
-        files = self._bucket(request).files
-        return JSONResponse([f for path, f in files.items() if not prefix or f"{path}/".startswith(f"{prefix}/")])
+        """Files and folders below a folder, or the file of that name; all files if `recursive`."""
+        bucket, prefix = self._bucket(request), request.path_params.get("prefix", "").strip("/")
+        found: dict[str, dict[str, Any]] = {}
+        for path, entry in sorted((await self._entries(bucket, prefix)).items()):
+            if prefix and not f"{path}/".startswith(f"{prefix}/"):
+                continue
+            below, folder, _ = path[len(prefix) :].lstrip("/").partition("/")
+            if folder and request.query_params.get("recursive") not in ("true", "True", "1"):
+                name = f"{prefix}/{below}".lstrip("/")
+                found[name] = {"type": "directory", "path": name, "uploadedAt": timestamp(entry.modified)}
+            else:
+                found[path] = bucket.file(path, entry)
+        return JSONResponse(list(found.values()))

@@ -111,7 +111,7 @@ class LiveMount:
         self._last: Snapshot = {}
 
     def _list(self) -> dict[str, str]:
-        return {path: etag for path, etag in self._bucket.etags("").items() if not path.endswith("/")}
+        return {path: entry.etag for path, entry in self._bucket.entries("").items() if not path.endswith("/")}
 
     def fill(self) -> int:
         """Show everything there is, at once: the mount is new. Returns the number of files."""

@@ -83,6 +83,9 @@ class Runner:
         image = job_environment.find_image(spec.image, self.images)
         if image is None:
             raise BadRequest(f"image {spec.image!r} has no stand-in here: one of {', '.join(self.images)}")
+        if spec.network:
+            # Names that other processes of this machine resolve, and ports that are each Job's own, take privileges.
+            raise BadRequest('"network": groups are not emulated; expose ports and use their URLs')
         if reason := self.slots.impossible(spec.flavor):
             raise BadRequest(f'"flavor": {reason}')
         job = self.table.create(owner, initiator, spec, initiator_type)

@@ -46,7 +46,8 @@ from jobs.bucket import BucketSettings
 
 CPU_JOBS = 64
 """Jobs without GPUs at a time: they share this machine's processors, so the bound is memory's."""
-NAMESPACE = "local"
+NAMESPACE, ORGANIZATION = "local", "local-team"
+"""The user whose token it is, and an organisation that the user may run Jobs for."""
 START_S = 20.0
 STOP_MARGIN_S = 15.0
 
@@ -86,6 +87,7 @@ class Emulator:
         self.token = f"hf_{secrets.token_hex(17)}"
         self.mark = secrets.token_hex(16)
         self.owner = Owner(NAMESPACE, secrets.token_hex(12))
+        self.team = Owner(ORGANIZATION, secrets.token_hex(12), "org")
         self.endpoint = ""
         self.certificate: tls.Certificate | None = None
         self.server: BucketServer | None = None
@@ -264,8 +266,8 @@ class Emulator:
             images,
             self._grace_s,
         )
-        buckets = HubBuckets(self.bucket, self.root / "xet", self.endpoint)
-        self.hub = Hub(self.runner, buckets, self.owner, self.token, self._quota_calls)
+        buckets = HubBuckets(self.bucket, self.root / "xet", self.endpoint, self.owner.name)
+        self.hub = Hub(self.runner, buckets, self.owner, self.team, self.token, self._quota_calls)
         server = uvicorn.Server(
             uvicorn.Config(
                 self.hub,

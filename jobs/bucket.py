@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import certifi
@@ -103,6 +104,14 @@ class BucketSettings:
         return keys | ({"AWS_SESSION_TOKEN": self.session_token} if self.session_token else {})
 
 
+class Entry(NamedTuple):
+    """An object as a listing shows it."""
+
+    etag: str
+    size: int
+    modified: datetime | None
+
+
 class Bucket:
     """A bucket, or the part of it below a prefix. Synchronous and thread-safe.
 
@@ -157,7 +166,7 @@ class Bucket:
                 raise
 
     def put(self, key: str, data: bytes) -> str:
-        """Writes an object, over an older one if there is any; returns its etag, as `etags` lists it."""
+        """Writes an object, over an older one if there is any; returns its etag, as `entries` has it."""
         response = self._retried(lambda: self._send("PUT", key, body=data), f"put {key}")
         return str(response.headers.get("etag", "")).strip('"')
 
@@ -247,11 +256,11 @@ class Bucket:
 
     def list(self, prefix: str) -> list[str]:
         """All keys that start with `prefix`, sorted."""
-        return sorted(self.etags(prefix))
+        return sorted(self.entries(prefix))
 
-    def etags(self, prefix: str) -> dict[str, str]:
-        """The same keys with their etags. Goes on while a page says it is truncated, be it empty."""
-        etags: dict[str, str] = {}
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        """The same keys with what the bucket says of them. Goes on while a page says it is truncated, be it empty."""
+        entries: dict[str, Entry] = {}
         token: str | None = None
         below = "/".join(self._root[-self._below_bucket :]) + "/" if self._below_bucket else ""
         while True:
@@ -264,9 +273,11 @@ class Bucket:
 
             response = self._retried(page, f"list {prefix}")
             objects, truncated, token, _ = parse_list_objects(response)
-            etags |= {each.object_name.removeprefix(below): str(each.etag) for each in objects if each.object_name}
+            for each in objects:
+                key = str(each.object_name).removeprefix(below)
+                entries[key] = Entry(str(each.etag), each.size or 0, each.last_modified)
             if not (truncated and token):
-                return etags
+                return entries
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects; a key that is not there is no error."""

@@ -304,7 +304,9 @@ class Launch:
                 f"{self.site.bucket.endpoint} is not https://{HUB_BUCKETS}/<namespace>. Use --transport s3."
             )
         name, _, below = self.site.bucket.url.removeprefix("s3://").partition("/")
-        source = f"{self.site.namespace}/{name}"
+        # The bucket's namespace is the endpoint's path; it need not be the one that the Jobs run in.
+        namespace = urlsplit(self.site.bucket.endpoint).path.strip("/") or self.site.namespace
+        source = f"{namespace}/{name}"
         inside = f"{below}/{folder}".strip("/") or None
         return Volume(type="bucket", source=source, mount_path=path, path=inside, read_only=True)
 

@@ -136,6 +136,24 @@ def test_a_local_directory_goes_along(hf, emulator, tmp_path):
     assert bucket.get(f"{folder}/out.txt") == b"result\n"
 
 
+def test_buckets(emulator, tmp_path):
+    Bucket(emulator.bucket).put("runs/r/spec.json", b"{}")
+    home = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "NO_COLOR": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
+    for words, expected in (
+        (("list", "--format", "json"), "local/asyncgrpo"),
+        (("list", "local/asyncgrpo", "-R", "--format", "json"), "runs/r/spec.json"),
+        (("info", "local/asyncgrpo"), "local/asyncgrpo"),
+    ):
+        done = subprocess.run(
+            [HF, "buckets", *words],
+            env={**home, **emulator.environment()},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0 and expected in done.stdout, done.stdout + done.stderr
+
+
 TRAINER = """
 import os, pathlib, time, urllib.error, urllib.request
 folder = pathlib.Path("/bucket/adapters/v1")

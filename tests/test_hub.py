@@ -16,6 +16,7 @@ from emulator import reaper, runner
 from emulator.job_environment import Image
 from emulator.live_mount import Lag
 from emulator.serve import Emulator
+from emulator.volumes import in_s3
 from jobs.bucket import Bucket
 
 IMAGE = "python:3.12"
@@ -82,6 +83,38 @@ def first_line(emulator, job):
     """Wait until the Job has printed something, which shows that it has set itself up."""
     state = emulator.runner.table.get("local", job.id)
     eventually(lambda: len(emulator.runner.log(state).read()) >= 2)
+
+
+def test_an_organisations_namespace(api, emulator):
+    (team,) = api.whoami()["orgs"]
+    job = api.run_job(image=IMAGE, command=["true"], namespace=team["name"])
+    done = api.wait_for_job(job_id=job.id, namespace=team["name"], poll_interval=0.02, timeout=20)
+    assert (done.owner.name, done.owner.type, done.status.stage) == ("local-team", "org", "COMPLETED")
+    assert [each.id for each in api.list_jobs(namespace=team["name"])] == [job.id]
+    assert job.id not in [each.id for each in api.list_jobs(namespace="local")]
+    with pytest.raises(JobNotFoundError):
+        api.inspect_job(job_id=job.id, namespace="local")
+    assert done.initiator.name == "local"
+    api.create_bucket("local-team/theirs")
+    Bucket(in_s3(emulator.bucket, "local-team/theirs")).put("a", b"1")
+    assert [file.path for file in api.list_bucket_tree("local-team/theirs")] == ["a"]
+    volume = Volume(type="bucket", source="local-team/theirs", mount_path="/data")
+    job = api.run_job(image=IMAGE, command=["cat", "/data/a"], volumes=[volume], namespace=team["name"])
+    lines = list(api.fetch_job_logs(job_id=job.id, namespace=team["name"], follow=True))
+    assert lines[-1] == "1"
+
+
+def test_an_account_without_credit(api, emulator, run):
+    emulator.hub.affordable = 1 + sum(not job.stage.final for job in emulator.runner.table.all())
+    try:
+        first = run(FOREVER)
+        with pytest.raises(HfHubHTTPError, match="credit balance is insufficient") as refused:
+            run(FOREVER)
+        assert refused.value.response.status_code == 402
+        api.cancel_job(job_id=first.id, namespace="local")
+        run(["true"])
+    finally:
+        emulator.hub.affordable = None
 
 
 def test_whoami_and_hardware(api):
@@ -153,6 +186,7 @@ def test_secrets_are_answered_by_name_only(emulator, api, run):
         ({"timeout": -5}, "timeoutSeconds"),
         ({"labels": {"a": "b/c"}}, "labels"),
         ({"network_group": "Not Lower"}, "network.group"),
+        ({"network_group": "train", "network_aliases": ["a"]}, "groups are not emulated"),
         ({"volumes": [Volume(type="bucket", source="local/b", mount_path="relative")]}, "mountPath"),
     ],
 )

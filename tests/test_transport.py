@@ -32,6 +32,8 @@ def test_replicas_see_the_bucket_where_their_environment_says() -> None:
     assert bucket.read_only and archive.mount_path != MOUNT_DIR
     assert plans["replica"].environment["ASYNCGRPO_MOUNT"] == MOUNT_DIR
     assert len(plans["trainer"].volumes) == 1 and "ASYNCGRPO_MOUNT" not in plans["trainer"].environment
+    elsewhere = Launch(replace(SITE, namespace="team"), recipe(), "run", "vllm", None, 0, "mount")
+    assert {volume.source for volume in elsewhere.plans(Path("x"), "abc")["replica"].volumes} == {"me/b"}
     whole = Launch(replace(SITE, bucket=replace(OWN, url="s3://b")), recipe(), "run", "vllm", None, 0, "mount")
     assert whole.plans(Path("x"), "abc")["replica"].volumes[1].path is None
 
