@@ -2,8 +2,9 @@
 
 Reads ASYNCGRPO_SPEC_FILE (else the spec in the bucket), ASYNCGRPO_MODEL_DIR (the base model), ASYNCGRPO_SERVER_URL
 (what TRL takes for its vLLM server), ASYNCGRPO_RESUME (a checkpoint to go on from; optional) and ASYNCGRPO_PARENT (the
-pid it must not outlive; optional). Writes to ASYNCGRPO_OUTPUT_DIR: `metrics.jsonl` (see jobs.journal), checkpoints in
-`checkpoint-<step>/`, and at the end the adapter in PEFT's format in `final/`.
+pid it must not outlive; optional). With several GPUs it is one process for each (jobs.ranks). Writes to
+ASYNCGRPO_OUTPUT_DIR: `metrics.jsonl` (see jobs.journal), checkpoints in `checkpoint-<step>/`, and at the end the
+adapter in PEFT's format in `final/`.
 
 Exit status: 0 trained to the end; 2 a setting cannot work; 1 training failed; 143 ended by SIGTERM, with the state
 after the last optimizer step saved as a checkpoint.
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jobs import bundle, journal, processes, rewards, trl_patches
 from jobs.bucket import SHOWN_S, Bucket
 from jobs.errors import ConfigError
+from jobs.ranks import Ranks
 from jobs.recipe import Recipe
 from jobs.spec import RunSpec
 
@@ -96,17 +98,20 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     try:
         spec = _read_spec(environ)
         _prepare_environment(spec)
+        ranks = Ranks.join(environ)
         on_cpu = _import_everything(stop)
-        journal.phase("imported")
-        trainer = build(spec.recipe, environ, stop, on_cpu)
-        journal.phase("built")
-        return _train(trainer, environ, stop)
+        if ranks.first:
+            journal.phase("imported")
+        trainer = build(spec.recipe, environ, stop, on_cpu, ranks)
+        if ranks.first:
+            journal.phase("built")
+        return _train(trainer, environ, ranks)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return ConfigError.exit_status
 
 
-def build(recipe: Recipe, environ: Mapping[str, str], stop: Stop, on_cpu: bool) -> Any:
+def build(recipe: Recipe, environ: Mapping[str, str], stop: Stop, on_cpu: bool, ranks: Ranks) -> Any:
     """Returns the AsyncGRPOTrainer of the recipe; waits for the server at ASYNCGRPO_SERVER_URL to be healthy.
 
     Raises:
@@ -124,7 +129,7 @@ def build(recipe: Recipe, environ: Mapping[str, str], stop: Stop, on_cpu: bool) 
             rewards.guard(rewards.resolve(name), weight)
             for name, weight in zip(recipe.reward.functions, weights, strict=True)
         ],
-        args=_config(recipe, environ, on_cpu),
+        args=_config(recipe, environ, on_cpu, ranks),
         train_dataset=_dataset(recipe),
         peft_config=LoraConfig(
             task_type="CAUSAL_LM",
@@ -136,8 +141,9 @@ def build(recipe: Recipe, environ: Mapping[str, str], stop: Stop, on_cpu: bool) 
         ),
     )
     trainer.remove_callback(PrinterCallback)  # prints fifty numbers a step; the journal has them
-    trainer.add_callback(_journal_callback(stop))
-    trainer.rollout_queue = InterruptibleQueue(trainer.rollout_queue, stop)
+    trainer.add_callback(_journal_callback(stop, ranks))
+    if ranks.processes == 1:  # several can only end together, after a step
+        trainer.rollout_queue = InterruptibleQueue(trainer.rollout_queue, stop)
     return trainer
 
 
@@ -175,7 +181,7 @@ def _import_everything(stop: Stop) -> bool:
     return on_cpu
 
 
-def _config(recipe: Recipe, environ: Mapping[str, str], on_cpu: bool) -> Any:
+def _config(recipe: Recipe, environ: Mapping[str, str], on_cpu: bool, ranks: Ranks) -> Any:
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
     known = [field.name for field in dataclasses.fields(AsyncGRPOConfig)]
@@ -198,6 +204,8 @@ def _config(recipe: Recipe, environ: Mapping[str, str], on_cpu: bool) -> Any:
     }
     if on_cpu:
         fields |= {"use_cpu": True, "bf16": False}
+    if ranks.processes > 1:
+        fields.setdefault("ddp_timeout", int(SERVER_TIMEOUT_S))  # the others wait as long as the first one does
     try:
         return AsyncGRPOConfig(**fields)
     except (TypeError, ValueError) as error:
@@ -220,13 +228,14 @@ def _dataset(recipe: Recipe) -> "datasets.Dataset":
     return found
 
 
-def _journal_callback(stop: Stop) -> Any:
+def _journal_callback(stop: Stop, ranks: Ranks) -> Any:
     """The callback that writes the journal and ends training between two steps when asked to."""
     from transformers import TrainerCallback
 
     class Journal(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            journal.phase("started")
+            if ranks.first:
+                journal.phase("started")
             stop.training = True
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
@@ -241,13 +250,13 @@ def _journal_callback(stop: Stop) -> Any:
                 journal.append({"event": "saved", "step": state.global_step, "path": str(path)})
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            if stop.asked:
+            if ranks.agree(stop.asked):
                 raise Terminated
 
     return Journal()
 
 
-def _train(trainer: Any, environ: Mapping[str, str], stop: Stop) -> int:
+def _train(trainer: Any, environ: Mapping[str, str], ranks: Ranks) -> int:
     resume = environ.get("ASYNCGRPO_RESUME") or None
     try:
         if resume and _steps_done(resume) >= trainer.args.max_steps > 0:
@@ -258,7 +267,7 @@ def _train(trainer: Any, environ: Mapping[str, str], stop: Stop) -> int:
         if trainer.state.global_step > 0:
             trainer._save_checkpoint(trainer.model, trial=None)
             trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
-        return TERMINATED
+        return TERMINATED if ranks.first else 0
     trainer.save_model(str(Path(environ[journal.OUTPUT_DIR]) / "final"))
     return 0
 

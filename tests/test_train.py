@@ -41,10 +41,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 class Training:
     """A training child at work."""
 
-    def __init__(self, folder: Path, url: str, *overrides: str, resume: Path | None = None) -> None:
+    def __init__(self, folder: Path, url: str, *overrides: str, resume: Path | None = None, gpus: str = "") -> None:
         folder.mkdir(exist_ok=True)
         model = str(tiny.build("digit"))
-        spec = RunSpec("test", load("digit", overrides=overrides), ModelRef("path", model, model))
+        spec = RunSpec(
+            "test", load("digit", overrides=['model.dtype="float32"', *overrides]), ModelRef("path", model, model)
+        )
         (folder / "spec.json").write_bytes(spec.to_json())
         self.output, self.log = folder / "output", folder / "log"
         self.output.mkdir()
@@ -57,6 +59,7 @@ class Training:
             "ASYNCGRPO_OUTPUT_DIR": str(self.output),
             "ASYNCGRPO_PARENT": str(os.getpid()),
             "ASYNCGRPO_RESUME": str(resume or ""),
+            "CUDA_VISIBLE_DEVICES": gpus,
         }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen([sys.executable, "-m", "jobs.train"], env=environ, stdout=log, stderr=log)
@@ -86,8 +89,8 @@ class Training:
 def train(tmp_path: Path, engine: Engine) -> Iterator[Callable[..., Training]]:
     started: list[Training] = []
 
-    def start(*overrides: str, resume: Path | None = None) -> Training:
-        started.append(Training(tmp_path / f"training-{len(started)}", engine.url, *overrides, resume=resume))
+    def start(*overrides: str, **more: Any) -> Training:
+        started.append(Training(tmp_path / f"training-{len(started)}", engine.url, *overrides, **more))
         return started[-1]
 
     yield start
@@ -130,6 +133,33 @@ def test_a_preempted_run_goes_on_where_it_was(train: Callable[..., Training], en
     assert load_file(third.output / "final" / weights).keys() == load_file(checkpoint / weights).keys()
     for name, tensor in load_file(checkpoint / weights).items():
         assert (load_file(third.output / "final" / weights)[name] == tensor).all()
+
+
+def test_several_processes_train_and_stop_as_one(train: Callable[..., Training]) -> None:
+    """Two GPUs that are not there: both processes train on the CPU, without shards but with all the rest."""
+    first = train("trainer.max_steps=100000", "trainer.per_device_train_batch_size=16", gpus="0,1")
+    first.wait_for(lambda: len(first.steps()) >= 3)
+    assert first.steps()[0]["batch/samples_per_step"] == 32
+    assert [row["name"] for row in first.rows() if row.get("event") == "phase"] == ["imported", "built", "started"]
+    first.process.send_signal(signal.SIGTERM)
+    assert first.process.wait(WAIT_S) == TERMINATED, first.log.read_text()[-4000:]
+    (saved,) = [row for row in first.rows() if row.get("event") == "saved"]
+    assert saved["step"] >= first.steps()[-1]["step"]
+
+    second = train("trainer.max_steps=2", gpus="0,1")
+    assert second.process.wait(WAIT_S) == 0, second.log.read_text()[-4000:]
+    assert (second.output / "final" / "adapter_model.safetensors").exists()
+    assert "step 2 of 2" in second.log.read_text()
+
+
+def test_a_process_that_ends_takes_the_others_with_it(train: Callable[..., Training]) -> None:
+    first = train("trainer.max_steps=100000", gpus="0,1")
+    first.wait_for(lambda: len(first.steps()) >= 1)
+    ranks = [pid for pid in first.children() if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+    assert len(ranks) == 1
+    os.kill(ranks[0], signal.SIGKILL)
+    assert first.process.wait(WAIT_S) == 1
+    assert "process 1 of the trainer ended with status -9" in first.log.read_text()
 
 
 def test_rollouts_end_with_a_killed_trainer(train: Callable[..., Training]) -> None:
