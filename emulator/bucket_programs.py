@@ -123,9 +123,13 @@ def find(name: str) -> Path:
 
 @dataclass
 class ProgramServer:
-    """One of `PROGRAMS`, running. It ends when `stop` is called or this process dies, however it dies."""
+    """One of `PROGRAMS`, running. It ends when `stop` is called or this process dies, however it dies.
+
+    Its files lie below `parent`, which whoever outlives this process removes; in the system's place if left out.
+    """
 
     name: str
+    parent: Path | None = None
     bucket: str = BUCKET
     mark: dict[str, str] = field(default_factory=dict)
     certificate: Certificate | None = None
@@ -135,7 +139,7 @@ class ProgramServer:
     def start(self) -> BucketSettings:
         """Start it and wait until its one bucket can be used. Raises BucketDidNotStart, or ConfigError as `find`."""
         executable, program = find(self.name), PROGRAMS[self.name]
-        self._directory = Path(tempfile.mkdtemp(prefix=f"asyncgrpo-{self.name}-"))
+        self._directory = Path(tempfile.mkdtemp(prefix=f"asyncgrpo-{self.name}-", dir=self.parent))
         (self._directory / "data").mkdir()
         start = Start(self._directory, free_port(), *new_keys(), self.certificate)
         parent = os.getpid()

@@ -32,6 +32,7 @@ import uvloop
 
 from emulator import reaper, tls
 from emulator.bucket import BucketServer, MotoServer
+from emulator.bucket_programs import ProgramServer
 from emulator.gateway import BODY_LIMIT_BYTES, Gateway, drop
 from emulator.hub import QUOTA_CALLS, Hub
 from emulator.hub_buckets import HubBuckets
@@ -139,6 +140,8 @@ class Emulator:
                 self.certificate = tls.issue(self.root / "tls")
             if self.server:
                 self.server.certificate = self.certificate
+                if isinstance(self.server, ProgramServer):
+                    self.server.parent = self.root
                 self._bucket = self.server.start()
                 self._tell({"group": self.server.process.pid})
             self._loop = uvloop.new_event_loop()

@@ -34,9 +34,9 @@ def test_a_program_over_https_is_gone_afterwards(name, tmp_path):
 
 
 HOST = """
-import sys
+import pathlib, sys
 from emulator.bucket_programs import ProgramServer
-server = ProgramServer("seaweedfs", mark={"ASYNCGRPO_TEST_HOST": "1"})
+server = ProgramServer("seaweedfs", pathlib.Path(sys.argv[1]))
 server.start()
 print(server.process.pid, flush=True)
 sys.stdin.read()
@@ -46,10 +46,14 @@ sys.stdin.read()
 @pytest.mark.skipif(
     not installed("seaweedfs"), reason=f"seaweedfs is not on this machine: {PROGRAMS['seaweedfs'].install}"
 )
-def test_it_ends_when_its_host_is_killed():
+def test_it_ends_when_its_host_is_killed(tmp_path):
     environ = {**os.environ, "PYTHONPATH": str(bundle.app_dir())}
     with subprocess.Popen(
-        [sys.executable, "-c", HOST], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOST, str(tmp_path)],
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as host:
         pid = int(host.stdout.readline())
         assert Path(f"/proc/{pid}").exists()

