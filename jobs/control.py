@@ -230,7 +230,9 @@ class Control:
 
     def _keep_books(self, event: Event) -> None:
         """Keeps in the bucket what must outlive this process: a rollback, or an unload, is not lost with it."""
-        if event.kind == "retiring":
+        if event.kind == "forgotten":
+            self._publisher.versions.pop(event.name, None)
+        elif event.kind == "retiring":
             self._publisher.mark(event.name, VersionState.RETIRED)
         elif event.kind == "failed":
             words = self._fleet.versions[event.name].words

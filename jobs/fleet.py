@@ -13,10 +13,11 @@ I/O. What must hold, whatever the order of events:
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 
 from jobs.engine import BASE, Action, Engine, EngineState, Facts, Holding, Load, Prove, Unload
 from jobs.standing import blocker, complaints, late, objection, pause_s, place
-from jobs.version import ACTIVE, Ack, Version, VersionRefused, VersionState
+from jobs.version import ACTIVE, REMEMBERED_VERSIONS, Ack, Version, VersionRefused, VersionState
 from jobs.work import next_action, ready, serving, wanted
 
 DEAD_AFTER_S = 5.0
@@ -29,8 +30,8 @@ FORGIVEN_AFTER_S = 60.0
 
 @dataclass(frozen=True)
 class Event:
-    """Something that others act on: `kind` is "left" (ready) or "given up" (of an engine), "retiring", "retired" or
-    "failed" (of a version)."""
+    """Something that others act on: `kind` is "left" (ready) or "given up" (of an engine), "retiring", "retired",
+    "failed" or "forgotten" (of a version)."""
 
     kind: str
     name: str
@@ -55,6 +56,7 @@ class Fleet:
         self.versions: dict[str, Version] = {}
         self.fatal: str | None = None
         self._events: list[Event] = []
+        self._order = count()
 
     # Membership
 
@@ -164,8 +166,8 @@ class Fleet:
 
     def loaded(self, action: Load, seconds: float, now: float) -> None:
         """The engine took the load."""
-        if holding := self._finish(action):
-            holding.held, holding.digest, holding.changed_at = True, self.versions[action.wire].digest, now
+        if (holding := self._finish(action)) and (version := self.versions.get(action.wire)):
+            holding.held, holding.digest, holding.changed_at = True, version.digest, now
             holding.load_s, holding.failures, holding.words = seconds, 0, None
         self._settle(now)
 
@@ -221,7 +223,7 @@ class Fleet:
             )
         if version is None or version.state not in (VersionState.PUBLISHING, VersionState.LIVE):
             self._make_room(now)
-            order, in_flight = (version.order, version.in_flight) if version else (len(self.versions), 0)
+            order, in_flight = (version.order, version.in_flight) if version else (next(self._order), 0)
             version = self.versions[wire] = Version(wire, digest, order, in_flight=in_flight)
             for engine in self.engines.values():
                 if holding := engine.holdings.get(wire):
@@ -246,7 +248,7 @@ class Fleet:
     def recovered(self, wire: str, digest: str, state: VersionState, words: str | None = None) -> None:
         """A version that an earlier process of this proxy published; called oldest first, before any other event."""
         self.versions[wire] = Version(
-            wire, digest, len(self.versions), state, published=state is VersionState.LIVE, words=words, recovered=True
+            wire, digest, next(self._order), state, published=state is VersionState.LIVE, words=words, recovered=True
         )
 
     def retire(self, wire: str, now: float) -> bool:
@@ -471,6 +473,7 @@ class Fleet:
             if not any((h := e.holdings.get(version.wire)) and h.touched for e in self.engines.values() if e.answers):
                 version.state = VersionState.RETIRED
                 self._events.append(Event("retired", version.wire))
+                self._forget()
         elif version.state is VersionState.LIVE and self.fatal is None and (words := self.hopeless(version.wire, now)):
             # The trainer was told that it is there: a promise that nobody can keep ends the run.
             self.fatal = f"no replica can serve {version.wire}: {words}"
@@ -497,3 +500,13 @@ class Fleet:
         version.state, version.words = VersionState.FAILED, words
         self._unowe(version.wire)
         self._events.append(Event("failed", version.wire))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Keeps the books short however long the run: of the versions that are over, the newest stay known."""
+        over = [v for v in self.versions.values() if v.state not in ACTIVE and not v.in_flight]
+        for version in sorted(over, key=lambda v: v.order)[:-REMEMBERED_VERSIONS]:
+            del self.versions[version.wire]
+            for engine in self.engines.values():
+                engine.holdings.pop(version.wire, None)
+            self._events.append(Event("forgotten", version.wire))

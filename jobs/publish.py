@@ -22,7 +22,7 @@ from jobs.bucket import Bucket
 from jobs.errors import BucketError, ConfigError, NotFound
 from jobs.manifest import FILES, Manifest, adapter_prefix, build, manifest_key
 from jobs.names import WireName, parse_wire
-from jobs.version import VersionRefused, VersionState
+from jobs.version import REMEMBERED_VERSIONS, VersionRefused, VersionState
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ THREADS = 8
 """For calls of the bucket: both files of a publish, a few marks and the look-out for replicas, with room to spare."""
 NOTES = ".published.jsonl"
 """In the output directory: signed manifests and marks in the order in which they came, each on a line of its own."""
-RECOVERED_VERSIONS = 64
-"""How many of the newest versions a restarted proxy reads back. TRL names at most max_staleness + 2 (default 6)."""
 
 T = TypeVar("T")
 
@@ -113,11 +111,9 @@ class Publisher:
         Raises:
             BucketError: the bucket does not answer.
         """
-        versions = await self.in_thread(self._noted)
+        versions = await self.in_thread(self._recover_from_notes)
         if versions is None:
             versions = await self._recover_from_bucket()
-        self.count, self.bytes = len(versions), sum(published.manifest.size for published in versions)
-        versions = versions[-RECOVERED_VERSIONS:]
         self.versions |= {published.manifest.wire_name: published for published in versions}
         return versions
 
@@ -173,8 +169,9 @@ class Publisher:
         numbers = [
             int(match[1]) for key in keys if (match := re.fullmatch(rf"{re.escape(prefix)}v(\d+)/manifest\.json", key))
         ]
-        newest = sorted(numbers)[-RECOVERED_VERSIONS:]
+        newest = sorted(numbers)[-REMEMBERED_VERSIONS:]
         found = await asyncio.gather(*(self._recover(n, f"{prefix}v{n}/retired" in keys) for n in newest))
+        self.count = len(numbers)
         return [published for published in found if published]
 
     async def _recover(self, version: int, is_marked: bool) -> Published | None:
@@ -197,22 +194,32 @@ class Publisher:
             with (self.output_dir / NOTES).open("ab") as notes:
                 notes.write(b"\n" + line)  # so that a line which was cut short spoils no other
 
-    def _noted(self) -> list[Published] | None:
-        """What the notes say of this attempt, oldest version first; None if there are none."""
+    def _recover_from_notes(self) -> list[Published] | None:
+        """What the notes say of this attempt; None if there are none. Of thousands of lines only the newest count."""
         if self.output_dir is None or not (notes := self.output_dir / NOTES).exists():
             return None
-        found: dict[str, Published] = {}
+        lines: dict[int, bytes] = {}
+        sizes: dict[int, int] = {}
+        marks: dict[str, tuple[VersionState, str | None]] = {}
         for line in notes.read_bytes().split(b"\n")[1:]:
             try:
                 entry = json.loads(line)
                 if wire := entry.get("mark"):
-                    found[wire] = replace(found[wire], state=VersionState(entry["state"]), words=entry["words"])
+                    marks[wire] = VersionState(entry["state"]), entry["words"]
                 elif (entry["run"], entry["attempt"]) == (self.run, self.attempt):
-                    wire = str(WireName(self.run, self.attempt, entry["version"]))
-                    found[wire] = Published(self._verified(wire, line))
-            except (ConfigError, ValueError, KeyError) as error:
+                    lines[entry["version"]] = line
+                    sizes[entry["version"]] = sum(file["size"] for file in entry["files"].values())
+            except (ValueError, KeyError, TypeError) as error:
+                log.warning("a note in %s is passed over: %r", notes, error)
+        self.count, self.bytes = len(sizes), sum(sizes.values())
+        found = []
+        for version in sorted(lines)[-REMEMBERED_VERSIONS:]:
+            wire = str(WireName(self.run, self.attempt, version))
+            try:
+                found.append(Published(self._verified(wire, lines[version]), *marks.get(wire, ())))
+            except ConfigError as error:
                 log.warning("a note in %s is passed over: %s", notes, error)
-        return sorted(found.values(), key=lambda published: published.manifest.version)
+        return found
 
     def _read(self, version: int, within_s: float = 0.0) -> Manifest:
         name = WireName(self.run, self.attempt, version)

@@ -19,6 +19,10 @@ class VersionState(StrEnum):
 ACTIVE = (VersionState.PUBLISHING, VersionState.LIVE, VersionState.RETIRING)
 """States in which engines may have something to do for a version."""
 
+REMEMBERED_VERSIONS = 64
+"""How many of the newest versions that are over stay known, and how many a restarted proxy reads back. TRL names at
+most max_staleness + 2 (default 6); what is done for each known one is done ten times a second."""
+
 
 class Ack(StrEnum):
     """When a load is acknowledged to the trainer."""

@@ -70,5 +70,5 @@ def _unwanted(engine: Engine, wire: str, versions: Mapping[str, Version], own: t
     if version := versions.get(wire):
         return version.state not in ACTIVE or (version.state is VersionState.RETIRING and version.in_flight == 0)
     name, (run, attempt) = parse_wire(wire), own
-    # Left by an earlier attempt of this run, whose trainer is no more. Other runs' adapters are theirs.
-    return name is not None and name.run == run and name.attempt < attempt
+    # Left by an earlier attempt of this run, whose trainer is no more, or forgotten. Other runs' adapters are theirs.
+    return name is not None and name.run == run and name.attempt <= attempt

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jobs.engine import BASE, Action, EngineState, Facts, Load, Prove, Unload
 from jobs.fleet import DEAD_AFTER_S, Event, Fleet
 from jobs.standing import LONGEST_PAUSE_S, pause_s
-from jobs.version import Ack, VersionRefused, VersionState
+from jobs.version import REMEMBERED_VERSIONS, Ack, VersionRefused, VersionState
 
 FACTS = Facts("tiny", "torch.float32", 256, 3, 8)
 V1, V2, V3, V4 = (f"run.2.v{n}" for n in (1, 2, 3, 4))
@@ -155,6 +155,30 @@ def test_what_is_published_during_a_backfill_does_not_prolong_it() -> None:
     fleet.proved(prove, 4)
     assert (states(fleet)["0"], fleet.candidates(V1), fleet.candidates(V2)) == ("ready", ["0"], [])
     assert fleet.take("0", 4) == Load("0", V2, "b")
+
+
+def test_a_long_run_keeps_short_books() -> None:
+    fleet = fleet_of("0", "1")
+    count = REMEMBERED_VERSIONS + 40
+    for version in range(1, count + 1):
+        publish(fleet, f"run.2.v{version}", version)
+        work(fleet, "0", version)
+        if version <= 3:
+            work(fleet, "1", version)
+        if version == 3:  # it comes back when nobody knows v3 any more
+            fleet.unreachable("1", "away", version)
+        if version > 2:
+            fleet.retire(f"run.2.v{version - 2}", version)
+    work(fleet, "0", count)
+    assert len(fleet.versions) <= REMEMBERED_VERSIONS + 2 and "run.2.v3" not in fleet.versions
+    assert all(len(engine.holdings) <= REMEMBERED_VERSIONS + 3 for engine in fleet.engines.values())
+    forgotten = [event.name for event in fleet.drain_events() if event.kind == "forgotten"]
+    assert forgotten == [f"run.2.v{version}" for version in range(1, count - 1 - REMEMBERED_VERSIONS)]
+    orders = [version.order for version in fleet.versions.values()]
+    assert len(set(orders)) == len(orders)
+    answer(fleet, "1", count, **{"run.2.v3": "digest of run.2.v3"})
+    assert Unload("1", "run.2.v3", "a") in work(fleet, "1", count)
+    assert fleet.candidates(f"run.2.v{count}") == ["0", "1"]
 
 
 def test_a_changed_boot_id_forgets_all_and_counts_a_death_and_a_rejoin() -> None:

