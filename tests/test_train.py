@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from jobs import tiny, trl_patches
 from jobs.bundle import app_dir
 from jobs.errors import ConfigError
+from jobs.ranks import Ranks
 from jobs.recipe import load
 from jobs.spec import ModelRef, RunSpec
 from jobs.train import TERMINATED, InterruptibleQueue, Stop, Terminated
@@ -204,7 +205,7 @@ def test_a_setting_that_cannot_work_is_named(
         "ASYNCGRPO_SERVER_URL": "http://127.0.0.1:9",
     }
     with pytest.raises(ConfigError) as caught:
-        module.build(load("digit", overrides=[override]), environ, unarmed(), on_cpu=True)
+        module.build(load("digit", overrides=[override]), environ, unarmed(), True, Ranks(0, 1))
     assert words in str(caught.value)
 
 
