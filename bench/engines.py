@@ -83,7 +83,12 @@ def recipe(model: Path, engines: int, flags: Mapping[str, Any]) -> Recipe:
             "dataset": {"load": "bench.models:prompts"},
             "reward": {"functions": ["bench.models:vowels"]},
             "lora": {"r": 1, "alpha": 2},
-            "replica": {"count": 1, "engines": engines, "vllm": {"max_model_len": 4096, **flags}},
+            "replica": {
+                "count": 1,
+                "engines": engines,
+                "request_seeds": True,  # the cells say whether there are seeds
+                "vllm": {"max_model_len": 4096, **flags},
+            },
             "jobs": {"lease_s": LEASE_S},
         }
     )
@@ -349,8 +354,7 @@ class GpuWatch:
         command = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
         with suppress(OSError, subprocess.SubprocessError, ValueError):
             answer = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
-            use, memory = answer.splitlines()[0].split(",")
-            self.seen = (int(use), int(memory))
+            self.seen = max(tuple(map(int, line.split(","))) for line in answer.splitlines())  # type: ignore[assignment]
 
 
 class Profiles:

@@ -49,7 +49,7 @@ case $command in
   fsdp) # the replica shares GPU 0 with half of the trainer
     model
     "$python" -m bench.loop ours "$out" --name fsdp --gpus 0,0,1 --set "model.id='$work/model'" \
-      --set jobs.trainer_flavor=h200x2 --set trainer.gradient_accumulation_steps=4 "${@:3}"
+      --set jobs.trainer_flavor=h200x2 --set trainer.gradient_accumulation_steps=8 "${@:3}"
     ;;
   learn)
     "$python" asyncgrpo.py emulate digit --gpus 0,0,0 --run "learn-$(date +%s)" --json | tee "$out/learn.json"
