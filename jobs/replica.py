@@ -122,8 +122,9 @@ def engine_environment(
 ) -> dict[str, str]:
     """The environment of one engine. On a CPU machine, what `environ` says itself wins over `CPU_ENVIRONMENT`."""
     defaults = {} if place.gpus else dict(CPU_ENVIRONMENT)
-    if place.gpus and (cache := environ.get("ASYNCGRPO_CACHE")):
-        # What one engine compiled, the next ones need not; else it is lost with the Job's home directory.
+    if cache := environ.get("ASYNCGRPO_CACHE"):
+        # What one engine compiled, or found out about its model (on a CPU by importing everything again: 13 s beside a
+        # trainer on two cores), the next ones need not; else it is lost with the Job's home directory.
         defaults |= {"VLLM_CACHE_ROOT": f"{cache}/vllm", "TRITON_CACHE_DIR": f"{cache}/triton"}
     if spec.model.kind != "hub":
         defaults["HF_HUB_OFFLINE"] = "1"

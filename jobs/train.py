@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jobs import bundle, journal, processes, rewards, trl_patches
+from jobs import bundle, journal, probe, processes, rewards, trl_patches
 from jobs.bucket import SHOWN_S, Bucket
 from jobs.errors import ConfigError
 from jobs.ranks import Ranks
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     import datasets
 
 TERMINATED = 128 + signal.SIGTERM
+CPU_NICENESS = 5
+"""Without GPUs replicas may share this machine's cores, and everybody waits for a replica that starts: with 0 one that
+was replaced in the middle of a run needed over 27 s beside the trainer (measured on two cores)."""
 QUEUE_POLL_S = 0.5
 """How soon a trainer that waits for rollouts notices that it shall end."""
 SERVER_TIMEOUT_S = 3600.0
@@ -142,6 +145,7 @@ def build(recipe: Recipe, environ: Mapping[str, str], stop: Stop, on_cpu: bool, 
     )
     trainer.remove_callback(PrinterCallback)  # prints fifty numbers a step; the journal has them
     trainer.add_callback(_journal_callback(stop, ranks))
+    trl_patches.bound_rollouts_ahead(trainer)
     if ranks.processes == 1:  # several can only end together, after a step
         trainer.rollout_queue = InterruptibleQueue(trainer.rollout_queue, stop)
     return trainer
@@ -157,6 +161,8 @@ def _prepare_environment(spec: RunSpec) -> None:
     """What libraries read from the environment when they are imported."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive the fork of the rollout process
+    if not probe.gpus(os.environ):
+        os.nice(CPU_NICENESS)
     if spec.model.kind != "hub" and ":" in spec.recipe.dataset.load:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is here: nothing to ask the Hub for
 

@@ -35,6 +35,8 @@ HEALTH_POLL_S = 0.25
 RETRY_DEADLINE_S = 300.0
 """How long a call to the proxy is tried again on broken connections: many times what a restart of the proxy takes."""
 RETRY_PAUSE_S = 0.2
+TRL_SCORE_QUEUE = 16
+"""Groups; the default of `_AsyncRolloutLoop` in TRL 1.14 to 1.16."""
 STOP_GRACE_S = 2.0
 """What the rollout process gets to end by itself: enough when it is idle. Rollouts in flight then are of no use."""
 
@@ -324,6 +326,18 @@ def stop_at_once() -> None:
         original(self)
 
     AsyncRolloutWorker.stop = stop
+
+
+def bound_rollouts_ahead(trainer: Any) -> None:
+    """Makes `queue_maxsize` bound the rollouts that wait for training (TRL 1.14 to 1.16).
+
+    TRL lets 16 more groups wait to be scored, whatever it is: they only grow stale. With a small queue, so many groups
+    wait as the queue holds.
+    """
+    worker = trainer.rollout_worker
+    if worker is not None:
+        groups = max(1, trainer.args.queue_maxsize // trainer.args.num_generations)
+        worker._loop_kwargs["score_queue_maxsize"] = min(TRL_SCORE_QUEUE, groups)
 
 
 def no_model_cards() -> None:

@@ -153,6 +153,8 @@ def test_the_environment_of_an_engine(tmp_path: Path) -> None:
     assert cpu["ASYNCGRPO_REPLICA"] == "7" and cpu["ASYNCGRPO_ADAPTERS"] == str(tmp_path)
     assert cpu["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == cpu["VLLM_SERVER_DEV_MODE"] == "1"
     assert int(cpu["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 15
+    cached = engine_environment({**given, "ASYNCGRPO_CACHE": "/c"}, spec(), Place(0, "", 1), 7, tmp_path)
+    assert cached["VLLM_CACHE_ROOT"] == "/c/vllm"
     assert "HF_HUB_OFFLINE" not in cpu
     gpu = engine_environment(given, spec(model=ModelRef("path", "/m", "m")), Place(1, "", 1, ("2", "3")), 0, tmp_path)
     assert gpu["CUDA_VISIBLE_DEVICES"] == "2,3" and "TORCHDYNAMO_DISABLE" not in gpu

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -323,3 +324,12 @@ def test_a_spawned_rollout_process_never_outlives_a_killed_trainer(tmp_path: Pat
         assert not gone(rollouts)
         process.kill()
         assert wait_until_gone(rollouts)
+
+
+@pytest.mark.parametrize(("queue", "groups"), [(1024, 16), (32, 4), (8, 1), (1, 1)])
+def test_a_small_queue_bounds_the_groups_that_wait_to_be_scored(queue: int, groups: int) -> None:
+    args = types.SimpleNamespace(queue_maxsize=queue, num_generations=8)
+    worker = types.SimpleNamespace(_loop_kwargs={})
+    trl_patches.bound_rollouts_ahead(types.SimpleNamespace(args=args, rollout_worker=worker))
+    assert worker._loop_kwargs == {"score_queue_maxsize": groups}
+    trl_patches.bound_rollouts_ahead(types.SimpleNamespace(args=args, rollout_worker=None))
