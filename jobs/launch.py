@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from huggingface_hub import JobInfo, Volume
 
 from jobs import bundle, deadlines, labels, leader, lease
-from jobs.bucket import SHOWN_S, Bucket
+from jobs.bucket import SHOWN_POLL_S, SHOWN_S, Bucket
 from jobs.crew import PORT, TERMINAL, Crew
 from jobs.errors import BucketError, ConfigError, NotFound, RunFailed
 from jobs.leader import Leader, Leadership
@@ -276,6 +276,9 @@ class Launch:
         """Puts the archive into the bucket, once for all runs that use it."""
         if archive is not None and not self.bucket.list(key := f"archives/{sha256}/{ARCHIVE}"):
             self.bucket.put_file(key, archive)
+            deadline = time.monotonic() + SHOWN_S
+            while not self.bucket.list(key) and time.monotonic() < deadline:  # a Job's volume must find it
+                time.sleep(SHOWN_POLL_S)
 
     def _delivery(self, archive: Path | None, sha256: str) -> tuple[list[str], list[Volume]]:
         """The command that starts this program in a Job, and the volume that brings it there.
