@@ -30,8 +30,8 @@ FORGIVEN_AFTER_S = 60.0
 
 @dataclass(frozen=True)
 class Event:
-    """Something that others act on: `kind` is "left" (ready) or "given up" (of an engine), "retiring", "retired",
-    "failed" or "forgotten" (of a version)."""
+    """Something that others act on: `kind` is "ready", "left" (ready) or "given up" (of an engine), "retiring",
+    "retired", "failed" or "forgotten" (of a version)."""
 
     kind: str
     name: str
@@ -415,6 +415,7 @@ class Fleet:
             engine.was_ready = True
             engine.rejoins += engine.dead
             engine.dead = False
+            self._events.append(Event("ready", engine.name))
         elif before is EngineState.READY:
             self._events.append(Event("left", engine.name))
         if state is EngineState.GONE and not engine.dead:

@@ -135,7 +135,9 @@ class FleetPool:
         for observer in self.observers:
             observer(event)
         for listener in self._listeners:
-            if event.kind == "left":
+            if event.kind == "ready":
+                listener.engine_ready(event.name)
+            elif event.kind == "left":
                 listener.engine_left(event.name)
             elif event.kind == "given up":
                 listener.engine_gone(event.name)

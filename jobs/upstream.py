@@ -50,7 +50,10 @@ class VersionFailed(AsyncgrpoError):
 
 
 class PoolListener(Protocol):
-    """Who wants to know when something that was cached, or is in flight, is no more."""
+    """Who wants to know when an engine comes, and when something that was cached, or is in flight, is no more."""
+
+    def engine_ready(self, engine: str) -> None:
+        """The engine entered `ready`: it has nothing to do yet, or has what it had before it left."""
 
     def engine_left(self, engine: str) -> None:
         """The engine left `ready` and may come back as another process: what it had cached is not to be counted on.

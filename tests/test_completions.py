@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from yarl import URL
 
+from jobs import dispatch
 from jobs.dispatch import Limits
 from tests.upstreams import BASE, V1, V2, Handler, Seen, answer, json_response, proxied, until
 
@@ -261,6 +262,62 @@ def test_completions_of_an_engine_that_is_given_up_go_elsewhere() -> None:
             assert {status for status, _ in await asyncio.gather(*asked)} == {200}
             assert proxy.count("redispatched") == 20
             assert proxy.idle()
+
+    asyncio.run(main())
+
+
+async def wait_for_end(request: web.Request, body: dict[str, Any]) -> web.Response:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+def test_a_newcomer_takes_over_what_others_have_just_begun() -> None:
+    """Engines of one start come seconds apart; the first of them must not keep all that was parked."""
+
+    async def main() -> None:
+        async with proxied(wait_for_end, None, None) as proxy:
+            first, *others = proxy.engines
+            for name in ("1", "2"):
+                proxy.pool.drop(name)
+            asked = [asyncio.create_task(proxy.complete([n] * 20)) for n in range(30)]
+            await until(lambda: first.open == 30)
+            for number, engine in enumerate(others, start=1):
+                engine.handler = wait_for_end
+                proxy.pool.add(str(number), engine.url)
+                await until(lambda engine=engine: engine.open >= 10)
+            await until(lambda: [engine.open for engine in proxy.engines] == [10, 10, 10])
+            assert proxy.count("redispatched") == 25  # 15 to the first newcomer, then 5 of each to the second
+            assert proxy.engines[0].closed_by_peer == 20
+            for engine in proxy.engines:
+                engine.handler = None
+            for name in ("0", "1", "2"):
+                proxy.pool.give_up(name)
+            await until(lambda: sum(engine.open for engine in proxy.engines) == 0)
+            proxy.pool.add("0", first.url)
+            assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+            assert (proxy.count("answered"), proxy.count("lost")) == (30, 0)
+            assert proxy.idle()
+
+    asyncio.run(main())
+
+
+def test_what_is_long_under_way_or_being_streamed_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "YOUNG_S", 0.05)
+
+    async def main() -> None:
+        async with proxied(wait_for_end, None) as proxy:
+            proxy.pool.drop("1")
+            asked = [asyncio.create_task(proxy.complete([n] * 20)) for n in range(10)]
+            await until(lambda: proxy.engines[0].open == 10)
+            await asyncio.sleep(0.1)
+            young = [asyncio.create_task(proxy.complete([n] * 20)) for n in range(20, 24)]
+            await until(lambda: proxy.engines[0].open == 14)
+            proxy.pool.add("1", proxy.engines[1].url)
+            assert {status for status, _ in await asyncio.gather(*young)} == {200}
+            assert proxy.engines[0].open == 10
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
     asyncio.run(main())
 

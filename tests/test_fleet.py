@@ -49,6 +49,7 @@ def fleet_of(*names: str, ack: Ack = Ack.PUBLISHED, deadline_s: float = 60.0) ->
         fleet.added(name, f"http://{name}", 0)
         answer(fleet, name, 0)
         work(fleet, name, 0)
+    assert fleet.drain_events() == [Event("ready", name) for name in names]
     return fleet
 
 

@@ -146,6 +146,8 @@ class FakePool:
     def add(self, engine: str, url: str, names: Sequence[str] = (V1, V2, BASE)) -> None:
         self.urls[engine] = url
         self.up[engine] = set(names)
+        for listener in self.listeners:
+            listener.engine_ready(engine)
         self.changed()
 
     def drop(self, engine: str) -> None:
