@@ -31,7 +31,7 @@ from jobs.bucket import Bucket
 from jobs.bundle import app_dir
 from jobs.cache import cache_dir
 from jobs.launch import Glance, Launch
-from jobs.plan import completions_per_step, resolve
+from jobs.plan import completions_per_step, in_flight, resolve
 from jobs.progress import metrics_key
 from jobs.recipe import Recipe
 from jobs.site import Site
@@ -149,36 +149,41 @@ def _read(lines: bytes) -> Rows:
 
 
 def row(kind: str, chosen: Recipe, found: Rows, more: Mapping[str, Any], processes: int) -> dict[str, Any]:
-    """The row of the table, from the trainer's journal. Pure."""
+    """The row of the table, from the trainer's journal. Pure.
+
+    All completions have one length, so they come in waves of as many as are in flight. Speeds are those of whole waves,
+    from the end of the first step on: what starts when, and how long the first wave takes, is not in them.
+    """
     steps = [each for each in found if "event" not in each and isinstance(each.get("step"), int)]
     began = next(each["time"] for each in found if each.get("event") == "phase" and each["name"] == "started")
     samples = completions_per_step(chosen, processes)
-    took_s = steps[-1]["time"] - began
-    half = steps[len(steps) // 2 - 1]
-    late_s = steps[-1]["time"] - half["time"]
+    wave = max(1, round(in_flight(chosen, processes) / samples))
+    whole = (len(steps) - 1) // wave * wave or len(steps) - 1
+    step_s = (steps[whole]["time"] - steps[0]["time"]) / whole
 
     def column(name: str) -> list[float]:
         return [each[name] for each in steps if each.get(name) is not None]
 
     syncs = column("perf/weight_sync_s")
-    step_s = samples / (samples * (steps[-1]["step"] - half["step"]) / late_s)
     return {
         "kind": kind,
         "steps": len(steps),
-        "samples_per_s": round(samples * len(steps) / took_s, 2),
-        "samples_per_s_second_half": round(samples / step_s, 2),
+        "in_flight": in_flight(chosen, processes),
+        "steps_measured": whole,
+        "samples_per_s": round(samples / step_s, 2),
+        "step_s": round(step_s, 2),
         "step_s_p50": round(statistics.median(column("perf/step_s")), 2),
-        "wait_s_mean": round(statistics.fmean(column("perf/rollout_wait_s")), 2),
+        "first_step_after_s": round(steps[0]["time"] - began, 1),
+        "wait_s_mean": round(statistics.fmean(column("perf/rollout_wait_s")[1:]), 2),
         "fwd_bwd_s_p50": round(statistics.median(column("perf/fwd_bwd_s")), 2),
-        "mfu_fwd_bwd": round(statistics.fmean(column("perf/mfu_fwd_bwd") or [0.0]), 3),
+        "mfu_percent": round(statistics.median(column("perf/mfu_fwd_bwd") or [0.0]), 1),
         "sync_s_p50": round(statistics.median(syncs), 3),
         "sync_s_max": round(max(syncs), 3),
-        "tokens_per_s": round(more["tokens"] / took_s),
+        "trained_tokens_per_s": round(statistics.fmean(column("batch/trained_tokens_per_step")) / step_s),
         "ratio_min": round(min(column("ratio")), 5),
         "ratio_max": round(max(column("ratio")), 5),
         "staleness_mean": round(statistics.fmean(column("sample/staleness_mean")), 2),
         "stale_dropped": sum(column("sample/dropped_stale_total")),
-        "completion_tokens": round(statistics.fmean(column("completions/mean_length") or [0.0]), 1),
         "h_of_500_steps": round(STEPS_OF_THE_PUBLISHED_RUN * step_s / 3600, 2),
         **more,
     }
