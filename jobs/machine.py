@@ -28,7 +28,8 @@ GPU is what engines wait for, and more engines would only leave less room for co
 USED_SHARE = 0.9
 """Part of a GPU's memory that its engines use together: vLLM's own default for one."""
 OVERHEAD_BYTES = 6 * GB
-"""What an engine needs beside weights and KV cache: CUDA context and graphs, activations, logits of all sequences."""
+"""What an engine needs beside weights and KV cache: CUDA context and graphs, activations, logits of all sequences. With
+Qwen2.5-1.5B 4.9 to 5.3 GB (measured)."""
 LEAST_CACHE_BYTES = GB
 """A KV cache below this serves nobody: 35,000 tokens of Qwen2.5-1.5B."""
 

@@ -7,9 +7,9 @@ to the engine, with the sampling parameters that vLLM would have made of it, and
 Every other request, and every one that could be an error, is vLLM's own to answer.
 
 A request's seed costs more than all that: vLLM then draws the random numbers of each completion by a call of its own,
-where one call does for all (19 to 34 % of an engine's tokens, measured). TRL 1.16 sends random seeds, only so that
-engines which all have the same one do not repeat each other; a replica's engines have seeds of their own. So the seed
-of a completion by an adapter is not used unless the recipe wants it (`replica.request_seeds`).
+where one call does for all (a sixth to a quarter of an engine's tokens, measured). TRL 1.16 sends random seeds, only so
+that engines which all have the same one do not repeat each other; a replica's engines have seeds of their own. So the
+seed of a completion by an adapter is not used unless the recipe wants it (`replica.request_seeds`).
 """
 
 import asyncio
