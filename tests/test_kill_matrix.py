@@ -250,7 +250,7 @@ def test_a_bucket_that_lags_throttles_and_goes_away_stalls_nobody(tmp_path: Path
             run.moto.refuse(seconds=5)
             before = len(run.answered())
             away = await run.driver.sync(10, staleness=4)
-            assert away > 3 and len(run.answered()) > before + IN_FLIGHT, "rollouts go on while a publish waits"
+            assert away > 3 and len(run.answered()) >= before + IN_FLIGHT, "rollouts go on while a publish waits"
             await answers(run.driver, 10, IN_FLIGHT)
             await run.driver.stop()
             now = await run.status()
