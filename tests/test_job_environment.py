@@ -6,7 +6,7 @@ import pytest
 from emulator.job_environment import Image, Places, command, environment, find_image, rebind, rewrite
 from emulator.jobs_state import parse_spec
 
-MOUNTS = {"/data": "/tmp/j/data", "/data/more": "/tmp/j/more", "/work": "/tmp/j/w"}
+MOUNTS = {"/data": "/tmp/j/data", "/data/more": "/tmp/j/more", "/here": "/tmp/j/w"}
 
 
 @pytest.mark.parametrize(
@@ -17,12 +17,12 @@ MOUNTS = {"/data": "/tmp/j/data", "/data/more": "/tmp/j/more", "/work": "/tmp/j/
         ("/data/x/y.py", "/tmp/j/data/x/y.py"),
         ("/data/more/x", "/tmp/j/more/x"),
         ("--out=/data/x", "--out=/tmp/j/data/x"),
-        ("ls /data && cat '/work/a'", "ls /tmp/j/data && cat '/tmp/j/w/a'"),
-        ("/work/a:/data", "/tmp/j/w/a:/tmp/j/data"),
+        ("ls /data && cat '/here/a'", "ls /tmp/j/data && cat '/tmp/j/w/a'"),
+        ("/here/a:/data", "/tmp/j/w/a:/tmp/j/data"),
         ("/database", "/database"),
         ("/data-2/x", "/data-2/x"),
         ("s3://bucket/data", "s3://bucket/data"),
-        ("https://host/work/x", "https://host/work/x"),
+        ("https://host/here/x", "https://host/here/x"),
         ("./data", "./data"),
         ("/srv/data/x", "/srv/data/x"),
     ],
@@ -108,7 +108,7 @@ def test_environment_secrets_and_what_the_hub_adds(tmp_path):
 
 @pytest.mark.parametrize("python", ["python", "python3", "python3.12"])
 def test_python_is_the_images_interpreter(python):
-    asked = spec(command=[python, "/work/x.py"], arguments=["--data", "/data"])
+    asked = spec(command=[python, "/here/x.py"], arguments=["--data", "/data"])
     assert command(asked, Image("/opt/py"), MOUNTS, {}) == ["/opt/py", "/tmp/j/w/x.py", "--data", "/tmp/j/data"]
 
 

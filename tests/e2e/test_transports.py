@@ -19,7 +19,7 @@ def test_digit_learns_over_a_mounted_bucket_and_https(tmp_path: Path) -> None:
     assert summary["rollouts_lost"] == 0 and summary["generation_stall_s"] == 0
     assert summary["weight_sync_s_p50"] <= 0.5  # acknowledged when published: the trainer does not wait for the mount
     assert summary["parked_s"] > 60  # the completions do
-    assert summary["reward_last"] >= 0.25  # at step 60 the curve is at its steepest: .3 to .7 over seeds and loads
+    assert summary["reward_last"] >= 0.5
     assert 0.8 <= summary["ratio_min"] <= 1 <= summary["ratio_max"] <= 1.2
 
 
