@@ -1,6 +1,7 @@
 """Routing decisions, by tables and by hypothesis."""
 
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -221,6 +222,23 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
         assert router.blocks <= 200
     assert ask(router, private(1, 160), name="v4").affinity
     assert not ask(router, private(0, 160), name="v0").affinity
+
+
+def test_forgetting_the_oldest_costs_no_more_than_remembering() -> None:
+    router = Router(capacity_blocks=60_000)
+    prompts = [prefix_of(V1, private(number, 512)) for number in range(6000)]
+
+    def cost_s(some: slice) -> float:
+        started = time.process_time()
+        for prefix in prompts[some]:
+            router.cancelled(router.choose(V1, prefix, TWO))
+        return time.process_time() - started
+
+    filling = cost_s(slice(0, 500)) / 500
+    cost_s(slice(500, 1800))
+    assert router.blocks == 60_000
+    full = cost_s(slice(1800, 6000)) / 4200
+    assert full < 4 * filling
 
 
 @pytest.mark.parametrize("engines", [1, 2, 7, 256])
