@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import uvloop
 
 from jobs.bench_proxy import COMPLETION_TOKENS, PROMPT_TOKENS, child, cpu_s, free_port, wait_until_up
-from jobs.bench_wire import MODEL, Upstream, response
+from jobs.bench_wire import GROUP, Upstream, Wire, request, response
 
 SLOWEST_S, QUICKEST_S = 12.0, 8.0
 LOOK_S = 15.0
@@ -60,37 +60,60 @@ def resident_mb(pid: int) -> float:
     return int(line.split()[1]) / 1024
 
 
+class Rollouts:
+    """So many completions in flight: each answer is followed by the next request, eight for each new prompt."""
+
+    def __init__(self, port: int, in_flight: int) -> None:
+        self._port, self._in_flight = port, in_flight
+        self._sent = 0
+        self._message = b""
+        self.done = self.errors = 0
+
+    async def start(self) -> None:
+        """Opens the connections one after the other, over RAMP_S."""
+        loop = asyncio.get_running_loop()
+        for _ in range(self._in_flight):
+            _, rollout = await loop.create_connection(lambda: Rollout(self), "127.0.0.1", self._port)
+            rollout.transport.write(self.next())
+            await asyncio.sleep(RAMP_S / self._in_flight)
+
+    def next(self) -> bytes:
+        """The next request."""
+        if self._sent % GROUP == 0:
+            self._message = request(self._sent, PROMPT_TOKENS, f"127.0.0.1:{self._port}")
+        self._sent += 1
+        return self._message
+
+
+class Rollout(Wire):
+    """One of them."""
+
+    def __init__(self, all_: Rollouts) -> None:
+        super().__init__()
+        self._all = all_
+
+    def message(self, head: bytes) -> None:
+        """An answer came."""
+        self._all.done += 1
+        self._all.errors += not head.startswith(b"http/1.1 200")
+        self.transport.write(self._all.next())
+
+
 async def hold(port: int, pid: int, in_flight: int, seconds: float) -> None:
     """Keeps so many completions in flight and prints what the proxy needs."""
-    import aiohttp
-
-    end, done, errors = time.monotonic() + seconds, 0, 0
-    rng = random.Random(0)
-
-    async def rollouts(session: aiohttp.ClientSession) -> None:
-        nonlocal done, errors
-        await asyncio.sleep(rng.uniform(0, RAMP_S))
-        while time.monotonic() < end:
-            prompt = [rng.randrange(30000) for _ in range(PROMPT_TOKENS)]
-            body = {"model": MODEL, "prompt": prompt, "max_tokens": COMPLETION_TOKENS, "logprobs": 0}
-            async with session.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as answer:
-                await answer.read()
-                done += 1
-                errors += answer.status != 200
-
-    async def look() -> None:
-        started = time.monotonic()
-        while time.monotonic() < end:
-            await asyncio.sleep(LOOK_S)
-            print(f"{time.monotonic() - started:6.0f} s  {resident_mb(pid):8.1f} MB  {done:8} done", flush=True)
-
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout()
-    ) as session:
-        before, started = cpu_s(pid), time.monotonic()
-        await asyncio.gather(look(), *(rollouts(session) for _ in range(in_flight)))
-        wall, spent = time.monotonic() - started, cpu_s(pid) - before
-    print(f"{done / wall:.0f} completions/s, {spent / done * 1e6:.0f} us of processor time each, {errors} errors")
+    rollouts = Rollouts(port, in_flight)
+    started, before = time.monotonic(), cpu_s(pid)
+    ramp = asyncio.create_task(rollouts.start())
+    while (now := time.monotonic() - started) < seconds:
+        await asyncio.sleep(min(LOOK_S, seconds - now))
+        print(
+            f"{time.monotonic() - started:6.0f} s {resident_mb(pid):8.1f} MB {rollouts.done:8} done "
+            f"{rollouts.errors:6} errors",
+            flush=True,
+        )
+    await ramp
+    wall, spent = time.monotonic() - started, cpu_s(pid) - before
+    print(f"{rollouts.done / wall:.0f} completions/s, {spent / rollouts.done * 1e6:.0f} us of processor time each")
 
 
 def main() -> None:
