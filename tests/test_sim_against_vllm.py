@@ -289,15 +289,28 @@ def shape(answer: requests.Response) -> tuple[int, str | None, Any]:
     if kind and kind.startswith("text/event-stream"):
         events = [event.removeprefix("data: ") for event in answer.text.strip().split("\n\n")]
         assert events.pop() == "[DONE]"
-        # vLLM puts the tokens of several steps into one event when its server is behind.
-        return (
-            answer.status_code,
-            kind,
-            sorted({_one_of_each(json.dumps(_shape(json.loads(event)))) for event in events}),
-        )
+        # vLLM puts the tokens of several steps into one event when its server is behind: how many there are is chance.
+        sequences: dict[Any, Any] = {}
+        for each in map(json.loads, events):
+            index = each["choices"][0]["index"] if each.get("choices") else None
+            sequences[index] = _joined(sequences.get(index), each)
+        shapes = {index: _one_of_each(json.dumps(_shape(each))) for index, each in sequences.items()}
+        return answer.status_code, kind, sorted(shapes.items(), key=repr)
     if kind == "application/json":
         return answer.status_code, kind, _shape(answer.json())
     return answer.status_code, kind, answer.text
+
+
+def _joined(before: Any, then: Any) -> Any:
+    """Two events of one sequence as one: lists are joined, what is null is as before, keys are the later's."""
+    if isinstance(before, dict) and isinstance(then, dict):
+        assert list(before) == [name for name in then if name in before], "an event has a key that later ones lack"
+        return {name: _joined(before.get(name), value) for name, value in then.items()}
+    if isinstance(before, list) and isinstance(then, list):
+        if before and isinstance(before[0], dict) and "index" in before[0]:
+            return [_joined(*pair) for pair in zip(before, then, strict=True)]
+        return before + then
+    return before if then is None else then
 
 
 def _one_of_each(shape: str) -> str:
