@@ -27,6 +27,7 @@ from jobs.asgi import (
 )
 from jobs.batches import MergedEvents, merge_answers
 from jobs.connections import BrokenOff
+from jobs.counters import Counters
 from jobs.demand import Demand
 from jobs.dispatch import Dispatcher, Job, Limits, Taken
 from jobs.forward import forward
@@ -48,12 +49,17 @@ class Completions:
     """The application. `headers` open the engines (`jobs.http.upstream_headers`)."""
 
     def __init__(
-        self, pool: Pool, headers: Mapping[str, str], limits: Limits | None = None, router: Router | None = None
+        self,
+        pool: Pool,
+        headers: Mapping[str, str],
+        limits: Limits | None = None,
+        router: Router | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self._pool = pool
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         self._limits = limits or Limits()
-        self._dispatcher = Dispatcher(pool, self._limits, router)
+        self._dispatcher = Dispatcher(pool, self._limits, router, counters)
         self._counters = self._dispatcher.counters
         self._warned = False
 
@@ -62,33 +68,13 @@ class Completions:
         self._dispatcher.close()
 
     def snapshot(self) -> dict[str, Any]:
-        """Counts since the start: `completions` and `routing` as in the status, and `engines` by name.
-
-        `affinity`, `cold` and `spilled` are fractions of all decisions, None before the first; a spilled completion is
-        a cold one, too.
-        """
-        counters, parking, router = self._counters, self._dispatcher.parking, self._dispatcher.router
-        decisions = counters.affinity + counters.cold
-        fractions = {
-            kind: getattr(counters, kind) / decisions if decisions else None for kind in ("affinity", "cold", "spilled")
-        }
-        engines = self._dispatcher.engines
+        """Counts since the start: `completions` and `routing` as in the status, and `engines` by name."""
+        parking, router, engines = self._dispatcher.parking, self._dispatcher.router, self._dispatcher.engines
+        parked = {"parked": parking.parked, "parked_total": parking.parked_total, "parked_s": parking.parked_s}
         return {
-            "completions": {
-                "in_flight": counters.asked - counters.answered - counters.lost - counters.cancelled,
-                "parked": parking.parked,
-                "asked": counters.asked,
-                "answered": counters.answered,
-                "lost": counters.lost,
-                "redispatched": counters.redispatched,
-                "parked_total": parking.parked_total,
-                "parked_s": parking.parked_s,
-                "upstream_retries": counters.upstream_retries,
-                "cancelled": counters.cancelled,
-            },
+            "completions": {**self._counters.completions(), **parked},
             "routing": {
-                "decisions": decisions,
-                **fractions,
+                **self._counters.routing(),
                 "tokens": {name: engine.tokens for name, engine in engines.items()},
             },
             "engines": {

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Generic, TypeVar
 
 from jobs.connections import BrokenOff, Connections, Headers, Response, Unreachable
+from jobs.counters import Counters
 from jobs.parking import Parking, Unserved
 from jobs.prefix import Prefix
 from jobs.routing import Decision, Router
@@ -60,21 +61,6 @@ class Job:
 
 
 @dataclass(slots=True)
-class Counters:
-    """What became of the completions since the proxy started."""
-
-    asked: int = 0
-    answered: int = 0
-    lost: int = 0
-    cancelled: int = 0
-    redispatched: int = 0
-    upstream_retries: int = 0
-    affinity: int = 0
-    cold: int = 0
-    spilled: int = 0
-
-
-@dataclass(slots=True)
 class EngineCounters:
     """What an engine completed."""
 
@@ -93,11 +79,13 @@ class Taken(Generic[T]):
 class Dispatcher:
     """Chooses engines, sends, judges by `take`, and sends again; keeps count of all of it."""
 
-    def __init__(self, pool: Pool, limits: Limits, router: Router | None = None) -> None:
+    def __init__(
+        self, pool: Pool, limits: Limits, router: Router | None = None, counters: Counters | None = None
+    ) -> None:
         self.pool = pool
         self.limits = limits
         self.router = router or Router()
-        self.counters = Counters()
+        self.counters = counters or Counters()
         self.engines: dict[str, EngineCounters] = defaultdict(EngineCounters)
         self.parking = Parking(pool.wait_for, max_parked=limits.max_parked, park_timeout_s=limits.park_timeout_s)
         self._connections = Connections()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jobs.counters import Counters
 from jobs.tally import Tally
 
 State = Literal["starting", "training", "done", "preempted", "failed"]
@@ -59,11 +60,19 @@ class Progress:
         self.reward_errors, self.reward_error = previous.get("reward_errors", 0), previous.get("reward_error")
 
     def see(self, proxy: dict[str, Any]) -> None:
-        """Takes the proxy's status; if it is another process than the last, that one's counts are kept."""
-        if self.proxy and self.proxy.get("boot_id") != proxy.get("boot_id"):
-            ended = Tally.of_ended(self.proxy).without_adapters()
-            self.before = (Tally.from_dict(self.before) + ended).to_dict()
+        """Takes the status of the proxy that runs now."""
         self.proxy = proxy
+
+    def proxy_ended(self, counters: Counters) -> None:
+        """The proxy ended with these counts, and the next one counts from zero, but for the adapters it finds."""
+        last = {
+            **self.proxy,
+            "completions": {**(self.proxy.get("completions") or {}), **counters.completions()},
+            "routing": {**(self.proxy.get("routing") or {}), **counters.routing()},
+        }
+        self.before = (Tally.from_dict(self.before) + Tally.of_ended(last).without_adapters()).to_dict()
+        self.proxy = {name: self.proxy[name] for name in ("adapters_published", "adapter_bytes") if name in self.proxy}
+        self.proxy_restarts += 1
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Takes one line of `metrics.jsonl`: the metrics of a step, or an event (see jobs.journal)."""

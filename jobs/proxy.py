@@ -31,6 +31,7 @@ from jobs.asgi import Receive, Scope, Send, error_body, respond_error
 from jobs.bucket import Bucket
 from jobs.completions import Completions
 from jobs.control import Control
+from jobs.counters import Counters
 from jobs.dispatch import Limits
 from jobs.engine import Facts
 from jobs.errors import ConfigError, NotFound
@@ -62,6 +63,7 @@ class ProxySettings:
 
     `attempt` 0 and `output_dir` None: it publishes nothing, and serves proxies in front of it. `model` and `dtype`
     None: the first engine that answers decides. `promise` is what the trainer may be told before any engine is there.
+    `counters` is a file that keeps the counts of completions when the process is killed.
     """
 
     run: str
@@ -78,6 +80,7 @@ class ProxySettings:
     model: str | None = None
     dtype: str | None = None
     promise: Facts | None = None
+    counters: Path | None = None
 
     @classmethod
     def from_env(
@@ -126,6 +129,7 @@ class ProxySettings:
             model=spec.model.served if spec else None,
             dtype=f"torch.{spec.recipe.model.dtype}" if spec and spec.recipe.model.dtype in NOISE else None,
             promise=promise(spec) if spec else None,
+            counters=Path(counters) if (counters := environ.get("ASYNCGRPO_COUNTERS")) else None,
         )
 
 
@@ -219,7 +223,8 @@ class Assembly:
         self.fleet.promised = settings.promise
         self.pool = FleetPool(self.fleet)
         self.publisher = Publisher(settings.bucket, settings.run, settings.attempt, settings.key, settings.output_dir)
-        self.completions = Completions(self.pool, settings.headers, _limits(proxy))
+        counters = Counters.kept_in(settings.counters) if settings.counters else None
+        self.completions = Completions(self.pool, settings.headers, _limits(proxy), counters=counters)
         self.links = Links(self.pool, self.publisher, settings.headers, self._in_flight)
         self.replicas = ReplicaSet(settings.bucket, settings.run, self.publisher, settings.replicas, self.links.replace)
         control = Control(self.pool, self.publisher, f"proxy of {settings.run}", self.boot_id)

@@ -1,7 +1,8 @@
 """What a run's proxies counted: each process counts from zero, and each attempt has others, so they add up. Pure.
 
-A proxy that is killed takes with it what it counted since its status was last read, at most a second before
-(`jobs.trainer.STATUS_S`); the adapters of an attempt are all known to its next proxy.
+A proxy that is killed leaves its counts of completions and decisions in a file (`jobs.counters`); what waited and where
+tokens went is as its status last said. A killed trainer leaves what it last told the bucket, about a second before
+(`jobs.trainer.STATUS_S`). The adapters of an attempt are all known to its next proxy.
 """
 
 from collections import Counter

@@ -23,6 +23,7 @@ from typing import Any
 
 from jobs import attempts, bundle, checkpoints, lease, model_fetch, processes
 from jobs.bucket import SHOWN_S, Bucket
+from jobs.counters import Counters
 from jobs.errors import BucketError, NotFound, RunFailed
 from jobs.leader import StandIn
 from jobs.progress import Progress, metrics_key, progress_key
@@ -73,6 +74,7 @@ class Supervisor:
         self._listener = _listen()
         self._proxy: subprocess.Popen[bytes] | None = None
         self._proxy_starts: list[float] = []
+        self._counters_file = self.work_dir / "counters"
         self._training: subprocess.Popen[bytes] | None = None
         self._term = threading.Event()
         self._stopped = False
@@ -189,10 +191,11 @@ class Supervisor:
 
     def _start_proxy(self) -> None:
         self._proxy_starts.append(time.monotonic())
+        self._counters_file.unlink(missing_ok=True)
         descriptor = self._listener.fileno()
         self._proxy = subprocess.Popen(
             bundle.command("role", "proxy", "--fd", str(descriptor)),
-            env={**self.environ, **self._child_environment()},
+            env={**self.environ, **self._child_environment(), "ASYNCGRPO_COUNTERS": str(self._counters_file)},
             cwd=self.work_dir,
             pass_fds=[descriptor],
         )
@@ -205,7 +208,7 @@ class Supervisor:
                 f"the proxy ended {len(recent)} times within a minute, last with status {self._proxy.returncode}"
             )
         log.warning("the proxy ended with status %s: starting it again on its socket", self._proxy.returncode)
-        self.progress.proxy_restarts += 1
+        self.progress.proxy_ended(Counters.read(self._counters_file))
         self._start_proxy()
 
     def _start_training(self) -> subprocess.Popen[bytes]:

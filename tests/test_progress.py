@@ -1,6 +1,7 @@
 import json
 from typing import Any
 
+from jobs.counters import Counters
 from jobs.progress import HISTORY, Progress
 from jobs.tally import Tally
 
@@ -40,17 +41,25 @@ def status(boot_id: str, asked: int, in_flight: int, adapters: int) -> dict[str,
 
 def test_counts_add_up_over_proxies_and_attempts() -> None:
     first = Progress("run", 1, 10, started_at=0.0)
-    for seen in (status("a", 5, 5, 1), status("a", 20, 4, 2), status("b", 7, 0, 3), status("b", 30, 6, 4)):
-        first.see(seen)
-    # Of the first proxy's 20 completions 4 were asked again; the second one knows of all adapters of the attempt.
+    first.see(status("a", 5, 5, 1))
+    first.see(status("a", 18, 4, 2))
+    # After its last status it was asked for two more; of the 20 four are asked for again.
+    first.proxy_ended(Counters(asked=20, answered=16, redispatched=1))
     told = Tally.from_dict(first.before) + Tally.of(first.proxy)
-    assert (told.rollouts, told.rollouts_redispatched, told.adapters_published) == (46, 2, 4)
+    assert (told.rollouts, told.rollouts_redispatched, told.adapters_published) == (16, 1, 2)
+    first.proxy_ended(Counters(asked=3, answered=2))  # one that nobody saw
+    for seen in (status("b", 7, 0, 3), status("b", 30, 6, 4)):
+        first.see(seen)
+    # That proxy knows of all adapters of the attempt.
+    told = Tally.from_dict(first.before) + Tally.of(first.proxy)
+    assert (told.rollouts, told.rollouts_redispatched, told.adapters_published) == (48, 2, 4)
+    assert first.proxy_restarts == 2
 
     second = Progress("run", 2, 10, started_at=0.0)
     second.resume(json.loads(json.dumps(first.to_dict())))
     second.see(status("c", 10, 1, 2))
     told = Tally.from_dict(second.before) + Tally.of(second.proxy)
-    assert (told.rollouts, told.rollouts_redispatched, told.adapters_published) == (50, 3, 6)
+    assert (told.rollouts, told.rollouts_redispatched, told.adapters_published) == (52, 3, 6)
 
 
 def test_an_attempt_goes_on_where_the_last_one_was() -> None:
