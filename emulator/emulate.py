@@ -22,7 +22,7 @@ from emulator.job_environment import IMAGES, Image
 from emulator.live_mount import LAG, Lag
 from emulator.profiles import PROFILES
 from emulator.serve import Emulator
-from jobs import live, logs, machine, model_fetch, plot, preflight, probe, recipe, tiny
+from jobs import live, logs, machine, model_fetch, plot, preflight, probe, recipe, reward_server, tiny
 from jobs.bucket import BucketSettings
 from jobs.cache import cache_dir
 from jobs.errors import AsyncgrpoError, ConfigError
@@ -140,6 +140,7 @@ def _run(
             bucket=emulator.bucket,
             environment={"ASYNCGRPO_CACHE": str(cache_dir())},
             poll_s=POLL_S,
+            secrets=reward_server.secrets(os.environ),
         )
         kind, _, model = chosen.model.id.partition(":")
         model_dir = (

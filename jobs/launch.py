@@ -140,6 +140,7 @@ class Launch:
         plans = self.plans(archive, sha256)
         job_secrets = {
             **self.site.bucket.secrets(),
+            **self.site.secrets,
             "ASYNCGRPO_KEY": secrets.token_hex(32),
             "HF_TOKEN": self.site.token,
         }

@@ -27,6 +27,7 @@ from jobs import (
     probe,
     recipe,
     replica,
+    reward_server,
     tiny,
 )
 from jobs.bucket import BucketSettings
@@ -85,6 +86,8 @@ def launch(options: Options, environ: Mapping[str, str]) -> int:
     else:
         site = Site.from_env(environ, options.namespace, options.bucket)
         hardware = hub.patiently(site.hub().list_jobs_hardware)
+    for words in preflight.check_servers(chosen, site.local):
+        log.warning("%s", words)
     chosen = _for_machine(chosen, site, hardware)
     started = Launch(site, chosen, run, "vllm", None, options.seed, options.transport)
     made = make_plan(started, hardware)
@@ -107,6 +110,7 @@ def _prepare(options: Options, environ: Mapping[str, str], chosen: Recipe, run: 
     chosen = replace(chosen, model=machine.resolve(chosen, probe.machine(len(probe.gpus(environ))), None).model)
     Launch(site, chosen, run, "vllm", None, options.seed, options.transport).claim(_model_dir(chosen))
     own = {"ASYNCGRPO_RUN": run, "ASYNCGRPO_KEY": secrets.token_hex(32)}
+    own |= reward_server.secrets(environ)
     for name, value in {**settings.environment(), **settings.secrets(), **own}.items():
         _print(f"{name}={value}")
     return 0
@@ -148,7 +152,7 @@ def make_plan(started: Launch, hardware: list[JobHardwareInfo]) -> plan.Plan:
     deadline = time.time() + started.recipe.jobs.timeout_s
     roles: tuple[Role, ...] = ("trainer", "replica")
     own = {role: jobs[role].labels | labels.of_job(started.run, role, 0, 0, deadline) for role in roles}
-    names = [*started.site.bucket.secrets(), "ASYNCGRPO_KEY", "HF_TOKEN"]
+    names = [*started.site.bucket.secrets(), *started.site.secrets, "ASYNCGRPO_KEY", "HF_TOKEN"]
     model = ModelRef("hub", started.recipe.model.id, started.recipe.model.id)
     spec = RunSpec(started.run, started.recipe, model, "vllm", VLLM_SERVER, started.transport, started.seed)
     engine = replica.engine_command(spec, replica.Place(0, "0.0.0.0", replica.PORT), model.source, 0)
@@ -203,9 +207,9 @@ def _dry_site(options: Options, environ: Mapping[str, str]) -> Site:
     bucket = options.bucket or environ.get("ASYNCGRPO_BUCKET") or f"s3://{UNKNOWN}"
     endpoint = environ.get("AWS_ENDPOINT_URL") or UNKNOWN
     settings = BucketSettings(bucket, "https://s3.hf.co" if endpoint == UNKNOWN else endpoint, UNKNOWN, UNKNOWN)
-    return Site(
-        environ.get("HF_ENDPOINT") or HUB, environ.get("HF_TOKEN") or "", options.namespace or UNKNOWN, settings
-    )
+    own = reward_server.secrets(environ)
+    where, token = environ.get("HF_ENDPOINT") or HUB, environ.get("HF_TOKEN") or ""
+    return Site(where, token, options.namespace or UNKNOWN, settings, secrets=own)
 
 
 def _prices(options: Options, environ: Mapping[str, str]) -> list[JobHardwareInfo]:

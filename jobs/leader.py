@@ -17,7 +17,7 @@ from typing import Any
 
 from huggingface_hub import JobInfo
 
-from jobs import hub, labels, lease
+from jobs import hub, labels, lease, reward_server
 from jobs.bucket import SHOWN_S, Bucket
 from jobs.crew import TERMINAL, Crew
 from jobs.deadlines import Watch
@@ -225,7 +225,7 @@ class StandIn:
             spec.run,
             bucket,
             roster.plans,
-            {name: environ[name] for name in names},
+            {name: environ[name] for name in names} | reward_server.secrets(environ),
             initiator=roster.initiator,
         )
         leadership = Leadership(bucket, spec.run, who, patience_s)

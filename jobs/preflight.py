@@ -10,6 +10,7 @@ from jobs.errors import ConfigError
 from jobs.manifest import RANKS, check_config
 from jobs.probe import gpus
 from jobs.recipe import Recipe
+from jobs.reward_server import RewardServer, is_url
 from jobs.trl_patches import check_version
 
 INSTALL = "Install the environment with ./build.sh, or pip install -r requirements/cpu.txt (gpu.txt on GPUs)."
@@ -36,6 +37,7 @@ def check(recipe: Recipe, local: bool) -> None:
         check_environment()
         check_trainer_fields(recipe)
         check_functions(recipe)
+        check_servers(recipe, here=True)
 
 
 def check_replicas(recipe: Recipe) -> None:
@@ -50,6 +52,14 @@ def check_replicas(recipe: Recipe) -> None:
         raise ConfigError(
             f"reward.weights has {len(weights)} numbers for {len(functions)} functions: give one each, or none."
         )
+    for server in reward_servers(recipe):
+        stale_s = float(recipe.trainer.get("heartbeat_stale_after_s", 300.0))
+        if (longest_s := server.longest_s) >= stale_s:
+            raise ConfigError(
+                f"reward.timeout_s = {server.timeout_s:g}: a group may take {longest_s:g} s with it, and TRL takes the "
+                f"rollout process for hung after trainer.heartbeat_stale_after_s = {stale_s:g}. Lower the one, or "
+                f"raise the other above {longest_s:g}."
+            )
 
 
 def check_adapter(recipe: Recipe) -> None:
@@ -126,11 +136,41 @@ def trainer_fields() -> set[str]:
     return names
 
 
+def reward_servers(recipe: Recipe) -> list[RewardServer]:
+    """The reward servers of a recipe; raises ConfigError for a URL that cannot be one."""
+    named = enumerate(recipe.reward.functions)
+    return [RewardServer(url, f"reward.functions[{i}]", recipe.reward.timeout_s) for i, url in named if is_url(url)]
+
+
+def check_servers(recipe: Recipe, here: bool) -> list[str]:
+    """Somebody answers at each reward server. `here` says that the trainer will run on this machine; another one may
+    reach what this one does not, so then it is no error but words to be told. The trainer looks again when it starts.
+
+    Raises:
+        ConfigError: nobody does, or the URL means the machine that asks and the trainer's is another.
+    """
+    warnings = []
+    for server in reward_servers(recipe):
+        if not here and server.is_loopback:
+            raise ConfigError(
+                f"reward.functions: {server.url} is the trainer's own machine when a Job asks there. Give a URL that "
+                "leads to the server from everywhere."
+            )
+        try:
+            server.check(0.0)
+        except ConfigError as error:
+            if here:
+                raise
+            warnings.append(f"seen from here, not from the trainer's Job: {error}")
+    return warnings
+
+
 def check_functions(recipe: Recipe) -> None:
     """Rewards (and a dataset given as a function) can be imported here, as the Jobs will do."""
     from jobs.rewards import resolve
 
     for i, name in enumerate(recipe.reward.functions):
-        resolve(name, f"reward.functions[{i}]")
+        if not is_url(name):
+            resolve(name, f"reward.functions[{i}]")
     if ":" in recipe.dataset.load:
         resolve(recipe.dataset.load, "dataset.load")

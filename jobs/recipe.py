@@ -37,10 +37,13 @@ class DatasetSource:
 
 @dataclass(frozen=True)
 class Reward:
-    """`functions` are `module:function` in TRL's reward signature; `weights` has one number for each, or is empty."""
+    """`functions` are `module:function` in TRL's reward signature, plain or async, or the http(s) URL of a reward
+    server (jobs.reward_server); `timeout_s` is what one request to a server may take. `weights` has one number for each
+    function, or is empty."""
 
     functions: list[str]
     weights: list[float] = field(default_factory=list)
+    timeout_s: float = 60.0
 
 
 @dataclass(frozen=True)

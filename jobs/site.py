@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, get_token
 
-from jobs import hub
+from jobs import hub, reward_server
 from jobs.bucket import BucketSettings
 from jobs.errors import ConfigError
 
@@ -21,7 +21,7 @@ WHOAMI_PATIENCE_S = 20.0
 
 @dataclass(frozen=True)
 class Site:
-    """Where the Jobs of a run go. `poll_s` is the pace of following."""
+    """Where the Jobs of a run go. `poll_s` is the pace of following; `secrets` are the user's own for the Jobs."""
 
     endpoint: str
     token: str = field(repr=False)
@@ -29,6 +29,7 @@ class Site:
     bucket: BucketSettings
     environment: Mapping[str, str] = field(default_factory=dict)
     poll_s: float = POLL_S
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], namespace: str | None = None, bucket: str | None = None) -> "Site":
@@ -47,7 +48,8 @@ class Site:
         if bucket is None and not environ.get("ASYNCGRPO_BUCKET"):
             raise ConfigError("no bucket: name one with --bucket s3://bucket[/prefix], or in ASYNCGRPO_BUCKET.")
         settings = BucketSettings.from_env(environ if bucket is None else {**environ, "ASYNCGRPO_BUCKET": bucket})
-        site = cls(environ.get("HF_ENDPOINT") or HUB, token, namespace or "", settings)
+        own = reward_server.secrets(environ)
+        site = cls(environ.get("HF_ENDPOINT") or HUB, token, namespace or "", settings, secrets=own)
         site = replace(site, poll_s=LOCAL_POLL_S) if site.local else site
         return site if namespace else replace(site, namespace=str(site.whoami()["name"]))
 

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jobs import bundle, journal, probe, processes, rewards, trl_patches
+from jobs import bundle, journal, probe, processes, rewards, scoring, trl_patches
 from jobs.bucket import SHOWN_S, Bucket
 from jobs.errors import ConfigError
 from jobs.ranks import Ranks
@@ -125,13 +125,12 @@ def build(recipe: Recipe, environ: Mapping[str, str], stop: Stop, on_cpu: bool, 
     from transformers import PrinterCallback
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
-    weights = recipe.reward.weights or [1.0] * len(recipe.reward.functions)
+    scores = scoring.from_settings(recipe.reward)
+    if ranks.first:
+        scores.check_servers()
     trainer = AsyncGRPOTrainer(
         model=environ["ASYNCGRPO_MODEL_DIR"],
-        reward_funcs=[
-            rewards.guard(rewards.resolve(name), weight)
-            for name, weight in zip(recipe.reward.functions, weights, strict=True)
-        ],
+        reward_funcs=scores.columns,
         args=_config(recipe, environ, on_cpu, ranks),
         train_dataset=_dataset(recipe),
         peft_config=LoraConfig(
@@ -304,5 +303,6 @@ def _run_and_leave() -> NoReturn:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("trl").setLevel(logging.WARNING)  # it tells each phase of each sync
+    for chatty in ("trl", "httpx"):  # each phase of each sync, each request
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     _run_and_leave()

@@ -4,6 +4,7 @@ Written for TRL 1.14.2, 1.15.0 and 1.16.0, whose asynchronous GRPO lives in `trl
 all that a recipe's run needs, in order. Nothing here imports TRL, torch or vLLM before it is called.
 """
 
+import asyncio
 import contextlib
 import functools
 import importlib.machinery
@@ -37,6 +38,8 @@ RETRY_DEADLINE_S = 300.0
 RETRY_PAUSE_S = 0.2
 TRL_SCORE_QUEUE = 16
 """Groups; the default of `_AsyncRolloutLoop` in TRL 1.14 to 1.16."""
+GROUPS_SCORED_AT_ONCE = 8
+"""Each is as stale as its rewards take; what an LLM judge or a sandbox behind a server serves easily at a time."""
 STOP_GRACE_S = 2.0
 """What the rollout process gets to end by itself: enough when it is idle. Rollouts in flight then are of no use."""
 
@@ -290,6 +293,7 @@ class _TiedProcess(multiprocessing.process.BaseProcess):
         processes.die_with_parent(self._trainer)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits the trainer's handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the trainer ends this process
+        score_side_by_side()  # here: one that was spawned has TRL as it was published
         super().run()
 
 
@@ -338,6 +342,24 @@ def bound_rollouts_ahead(trainer: Any) -> None:
     if worker is not None:
         groups = max(1, trainer.args.queue_maxsize // trainer.args.num_generations)
         worker._loop_kwargs["score_queue_maxsize"] = min(TRL_SCORE_QUEUE, groups)
+
+
+def score_side_by_side() -> None:
+    """Scores several groups at a time where a reward waits for others to answer; TRL (1.14 to 1.16) takes one by one.
+
+    A server that takes a second for a group would let two steps of the recipe `sanity` through in half a minute,
+    however many requests it can bear.
+    """
+    from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
+
+    original = _AsyncRolloutLoop._score_loop
+
+    @functools.wraps(original)
+    async def _score_loop(self: Any, stop_event: Any) -> None:
+        waits = any(getattr(function, "waits", False) for function in self.reward_funcs)
+        await asyncio.gather(*(original(self, stop_event) for _ in range(GROUPS_SCORED_AT_ONCE if waits else 1)))
+
+    _AsyncRolloutLoop._score_loop = _score_loop
 
 
 def no_model_cards() -> None:
