@@ -104,6 +104,7 @@ def serve(bucket: str, tls: bool) -> int:
         for name, value in emulator.environment().items():
             click.echo(f"{name}={value}")
         sys.stdout.flush()
+        click.echo(f"volumes: {emulator.mounts}", err=True)
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
     return 0
@@ -123,6 +124,7 @@ def _run(
     lag = Lag(
         LAG.mean_s if faults.mount_lag_s is None else faults.mount_lag_s,
         LAG.missing_s if faults.mount_missing_s is None else faults.mount_missing_s,
+        LAG.listing_s if faults.mount_listing_s is None else faults.mount_listing_s,
     )
     images = {"*": Image(environment=gpus.image_environment(os.environ))} if devices else IMAGES
     emulator = Emulator(bucket=bucket, devices=devices, images=images, https=options.tls, lag=lag, logs=folder / "logs")
@@ -133,6 +135,8 @@ def _run(
         if emulator.certificate:
             os.environ.update(emulator.certificate.environment())  # huggingface_hub reads it when it first connects
         injector.attach(emulator)
+        if options.transport == "mount":
+            click.echo(f"volumes: {emulator.mounts}", err=True)
         site = Site(
             endpoint=emulator.endpoint,
             token=emulator.token,

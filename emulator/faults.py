@@ -26,6 +26,7 @@ KNOWN = (
     "bucket lag Ns",
     "mount lag Ns",
     "mount missing Ns",
+    "mount listing Ns",
     "bucket away Ns at step N",
     "bucket away Ns after Ns",
 )
@@ -41,7 +42,7 @@ _FORMS = [
     re.compile(rf"(?P<target>bucket) (?P<action>away) {_SECONDS.format('for')} {_WHEN}"),
 ]
 _RATE = re.compile(r"bucket 503 (?P<percent>[0-9]+(?:\.[0-9]+)?)\s*%")
-_LAG = re.compile(rf"(?P<of>bucket lag|mount lag|mount missing) {_SECONDS.format('lag')}")
+_LAG = re.compile(rf"(?P<of>bucket lag|mount lag|mount missing|mount listing) {_SECONDS.format('lag')}")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Fault:
 class Faults:
     """All faults of a run: single events, and how badly bucket and mounts behave throughout (None: as they do anyway).
 
-    `mount_lag_s` is how late mounts are on the mean, `mount_missing_s` how long they take a missing name for missing.
+    `mount_lag_s` is how late mounts are on the mean, `mount_missing_s` how long they take a missing name for missing,
+    `mount_listing_s` how old their listings may be.
     """
 
     events: Sequence[Fault] = ()
@@ -74,6 +76,7 @@ class Faults:
     bucket_lag_s: float = 0.0
     mount_lag_s: float | None = None
     mount_missing_s: float | None = None
+    mount_listing_s: float | None = None
 
     @property
     def of_bucket(self) -> bool:
@@ -100,7 +103,8 @@ def parse(spec: str) -> Faults:
             events.append(_event(text))
     if not 0 <= rate < 1:
         raise ConfigError(f"--faults 'bucket 503 {rate:.0%}': at most 99 % of the answers can be errors.")
-    return Faults(tuple(events), rate, lags.get("bucket lag", 0.0), lags.get("mount lag"), lags.get("mount missing"))
+    mount = (lags.get(f"mount {of}") for of in ("lag", "missing", "listing"))
+    return Faults(tuple(events), rate, lags.get("bucket lag", 0.0), *mount)
 
 
 def _event(text: str) -> Fault:

@@ -107,10 +107,6 @@ class Places:
         """First on PATH: `python` is the image's interpreter."""
         return self.root / "bin"
 
-    def mount(self, mount_path: str) -> Path:
-        """The local directory of a volume."""
-        return self.root / "mounts" / mount_path.strip("/").replace("/", "--")
-
     def make(self, image: Image) -> None:
         """Create them. `python` is a script rather than a link: a virtual environment is found from the real path."""
         for directory in (self.work, self.home, self.tmp, self.bin):

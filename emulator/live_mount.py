@@ -6,8 +6,8 @@ mixture of old and new; a renamed directory is files that come and files that go
 each change gets its own delay when it is first noticed. What the Job writes is uploaded once it stopped changing, and
 lost if the Job is killed before.
 
-A directory cannot tell who looked a missing name up: every new name is taken for one that was asked for. Nor can it
-list less than it opens: the real one's listings are up to 10 s old (30 s on some versions), these are not.
+Where there is FUSE, the directory is shown to the Job through a mount (see `fuse`). A directory alone cannot tell who
+looked a missing name up: every new name is taken for one that was asked for. Nor can it list less than it opens.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from emulator.fuse_server import BEING_WRITTEN
 from jobs.bucket import Bucket, BucketSettings
 
 LAG_S = 2.5
@@ -27,6 +28,8 @@ SPREAD = 0.8
 """A delay is drawn from (1 - SPREAD) to (1 + SPREAD) times the mean."""
 MISSING_S = 1.0
 """How long a looked-up name that was missing stays so (1 s since 2026-09, 30 s before)."""
+LISTING_S = 10.0
+"""How old a listing may be (measured on the Hub's mount; 30 s on some versions)."""
 
 Stat = tuple[int, int]
 Snapshot = dict[str, Stat]
@@ -47,13 +50,14 @@ def snapshot(directory: Path) -> Snapshot:
 
 @dataclass(frozen=True)
 class Lag:
-    """How late a mount is: `mean_s` on the mean, and up to `missing_s` more for a name that was missing."""
+    """How late a mount is: `mean_s` on the mean, `missing_s` more for a missing name, its lists up to `listing_s`."""
 
     mean_s: float = LAG_S
     missing_s: float = MISSING_S
+    listing_s: float = LISTING_S
 
     def draw(self, draw: random.Random, is_new: bool) -> float:
-        """Seconds until one change is seen."""
+        """Seconds until one change is seen in a directory: any new name may have been asked for at any time before."""
         return self.mean_s * draw.uniform(1 - SPREAD, 1 + SPREAD) + is_new * draw.uniform(0, self.missing_s)
 
 
@@ -132,8 +136,7 @@ class LiveMount:
                     self._arrivals.shown.pop(path)  # throttled, or gone meanwhile: it is noticed anew
                     raise
             elif path in self._known:
-                (self.directory / path).unlink(missing_ok=True)
-                self._known.pop(path)
+                self._hide(path)
 
     def flush(self) -> None:
         """Upload all that is left: the Job is over."""
@@ -147,6 +150,16 @@ class LiveMount:
         part.replace(target)
         self._known[path] = (target.stat().st_size, target.stat().st_mtime_ns)
 
+    def _hide(self, path: str) -> None:
+        """Remove a file, and the directories that are empty then: the bucket has none."""
+        target = self.directory / path
+        target.unlink(missing_ok=True)
+        self._known.pop(path)
+        for parent in target.parents:
+            if parent == self.directory or any(parent.iterdir()):
+                break
+            parent.rmdir()
+
     def _upload(self, finished_only: bool) -> None:
         if not self.writable:
             return
@@ -154,7 +167,12 @@ class LiveMount:
         for path, stat in present.items():
             if self._known.get(path) != stat and (not finished_only or self._last.get(path) == stat):
                 copy = self.directory.with_name(f"{self.directory.name}.copy")
-                shutil.copyfile(self.directory / path, copy)
+                try:
+                    if finished_only and (self.directory / path).stat().st_mode & BEING_WRITTEN:
+                        continue
+                    shutil.copyfile(self.directory / path, copy)
+                except FileNotFoundError:  # removed or renamed since
+                    continue
                 # By its etag, what comes back is known to be our own.
                 self._arrivals.shown[path] = self._bucket.put_file(path, copy)
                 self._known[path] = stat

@@ -3,9 +3,10 @@
     python reaper.py <mark>  <stdin>
 
 It reads one JSON object per line: `{"group": 123}` names a process group to end, `{"forget": 123}` takes that back,
-`{"directory": "/tmp/x"}` names a directory to remove. When its standard input ends, by the emulator's wish or by its
-death, whatever the cause, it ends every group and every process whose environment bears the mark, removes the
-directories and leaves. Standard library only: it starts in milliseconds and needs no package.
+`{"directory": "/tmp/x"}` names a directory to remove, `{"mount": "/tmp/x/m"}` a FUSE mount to take away. When its
+standard input ends, by the emulator's wish or by its death, whatever the cause, it ends every group and every process
+whose environment bears the mark, takes the mounts away, removes the directories and leaves. Standard library only: it
+starts in milliseconds and needs no package.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -90,12 +92,18 @@ def end(groups: set[int], mark: str, give_up_s: float = GIVE_UP_S) -> list[int]:
         time.sleep(POLL_S)
 
 
+def unmount(directory: str) -> None:
+    """Take a FUSE mount away, also one that is in use or whose process is dead. Does nothing where there is none."""
+    subprocess.run(["fusermount3", "-u", "-z", "-q", directory], stderr=subprocess.DEVNULL, check=False)
+
+
 def main(mark: str) -> int:
     """Follow standard input to its end, then clean up. Exit status 1 if a process would not go."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # only the end of the emulator ends it
     groups: set[int] = set()
     directories: list[str] = []
+    mounts: list[str] = []
     for line in sys.stdin:
         message = json.loads(line)
         if "group" in message:
@@ -104,7 +112,11 @@ def main(mark: str) -> int:
             groups.discard(message["forget"])
         if "directory" in message:
             directories.append(message["directory"])
+        if "mount" in message:
+            mounts.append(message["mount"])
     left = end(groups, mark)
+    for mount in mounts:
+        unmount(mount)
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
     return 1 if left else 0

@@ -193,13 +193,12 @@ class Runner:
         job, spec = running.job, running.job.spec
         places = Places(self.root / job.id)
         await asyncio.to_thread(places.make, image)
-        mounts = {volume.mount_path: str(places.mount(volume.mount_path)) for volume in spec.volumes}
+        mounts = {volume.mount_path: str(self.volumes.place(job.id, volume)) for volume in spec.volumes}
         live: list[LiveMount] = []
         following = asyncio.create_task(self._follow(live), name=f"mounts-{job.id}")
         try:
             for seed, volume in enumerate(spec.volumes):
-                directory = places.mount(volume.mount_path)
-                if mount := await asyncio.to_thread(self.volumes.mount, volume, directory, seed):
+                if mount := await asyncio.to_thread(self.volumes.mount, job.id, volume, seed):
                     live.append(mount)
             binds = {port: f"{ports.LOOPBACK}:{local}" for port, local in running.binds.items()}
             environment = job_environment.environment(spec, job.id, image, places, mounts, binds, devices, self.mark)
@@ -210,6 +209,7 @@ class Runner:
             await asyncio.wait([following])  # a step under way is finished before the last one
             for mount in live if not running.killed else ():
                 await asyncio.to_thread(mount.flush)
+            await asyncio.to_thread(self.volumes.remove, job.id)
             await asyncio.to_thread(shutil.rmtree, places.root, True)
 
     async def _follow(self, live: list[LiveMount]) -> None:
@@ -223,7 +223,7 @@ class Runner:
                 except asyncio.CancelledError:
                     await asyncio.wait([step])
                     raise
-                except (AsyncgrpoError, HTTPError) as error:  # away or throttled: it lags more
+                except (AsyncgrpoError, OSError, HTTPError) as error:  # away, throttled or in motion: it lags more
                     log.info("mount %s: %s", mount.directory, error)
 
     async def _attempts(

@@ -33,6 +33,7 @@ import uvloop
 from emulator import reaper, tls
 from emulator.bucket import BucketServer, MotoServer
 from emulator.bucket_programs import ProgramServer
+from emulator.fuse import FuseServer, NoFuse
 from emulator.gateway import BODY_LIMIT_BYTES, Gateway, drop
 from emulator.hub import QUOTA_CALLS, Hub
 from emulator.hub_buckets import HubBuckets
@@ -66,7 +67,7 @@ class Emulator:
     `https`, Hub, exposed ports and the bucket's server speak HTTPS, under an authority that the Jobs trust. `devices`
     are CUDA devices that GPU Jobs share; without any, GPU Jobs run on the CPU. `logs` is where the Jobs' logs are kept;
     they are temporary otherwise. `repositories` maps "model:org/name" to a local directory for volumes of that type.
-    `lag` is how late a mounted bucket shows what others wrote.
+    `lag` is how late a mounted bucket shows what others wrote; `mounts` says how it is mounted.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Emulator:
         self.owner = Owner(NAMESPACE, secrets.token_hex(12))
         self.team = Owner(ORGANIZATION, secrets.token_hex(12), "org")
         self.endpoint = ""
+        self.mounts = "none before it is started"
         self.certificate: tls.Certificate | None = None
         self.server: BucketServer | None = None
         self._bucket: BucketSettings | None = None
@@ -113,6 +115,7 @@ class Emulator:
         self._failure: BaseException | None = None
         self._stop = asyncio.Event()
         self._left: list[int] = []
+        self._fuse: FuseServer | None = None
 
     _loop: asyncio.AbstractEventLoop
     _reaper: subprocess.Popen[str]
@@ -136,6 +139,7 @@ class Emulator:
         self._reaper = self._start_reaper()
         self._tell({"directory": str(self.root)})
         try:
+            self._begin_fuse()
             if self._https:
                 self.certificate = tls.issue(self.root / "tls")
             if self.server:
@@ -144,6 +148,7 @@ class Emulator:
                     self.server.parent = self.root
                 self._bucket = self.server.start()
                 self._tell({"group": self.server.process.pid})
+            self._await_fuse()
             self._loop = uvloop.new_event_loop()
             # A daemon: if `stop` is never called, this process can end nevertheless, and the reaper does the rest.
             self._thread = threading.Thread(target=self._serve, name="emulator", daemon=True)
@@ -167,6 +172,9 @@ class Emulator:
             self._left = self.orphans()
         if self.server and hasattr(self.server, "process"):
             self.server.stop()
+        if self._fuse:
+            self._fuse.stop()
+            self._fuse = None
         if self._reaper.stdin and not self._reaper.stdin.closed:
             self._reaper.stdin.close()
             self._reaper.wait()
@@ -177,8 +185,8 @@ class Emulator:
         """Living processes of this emulator's Jobs; after `stop`, what it found still alive at the end."""
         if self._thread is None:
             return self._left
-        bucket = self.server.process.pid if self.server else None
-        return [pid for pid in reaper.marked(self.mark) if pid != bucket]
+        own = {server.process.pid for server in (self.server, self._fuse) if server}
+        return [pid for pid in reaper.marked(self.mark) if pid not in own]
 
     @property
     def moto(self) -> MotoServer | None:
@@ -233,6 +241,25 @@ class Emulator:
             self._reaper.stdin.write(json.dumps(message) + "\n")
             self._reaper.stdin.flush()
 
+    def _begin_fuse(self) -> None:
+        fuse = FuseServer(self.root / "mirrors", self.root / "mounts", self._lag, {reaper.MARK: self.mark})
+        try:
+            fuse.start()
+        except NoFuse as reason:
+            self.mounts = f"mirrors: {reason}"
+        else:
+            self._fuse = fuse
+            self._tell({"mount": str(fuse.target)})
+
+    def _await_fuse(self) -> None:
+        if self._fuse:
+            try:
+                self._fuse.wait()
+                self.mounts = "FUSE"
+            except NoFuse as reason:
+                self.mounts = f"mirrors: {reason}"
+                self._fuse = None
+
     def _report(self, group: int, alive: bool) -> None:
         self._tell({"group" if alive else "forget": group})
 
@@ -262,7 +289,13 @@ class Emulator:
             self.root,
             logs,
             self.gateway,
-            Volumes(self.bucket, self._repositories, self._lag),
+            Volumes(
+                self.bucket,
+                self._repositories,
+                self._lag,
+                self.root / "mirrors",
+                self._fuse.target if self._fuse else None,
+            ),
             self._slots,
             self.mark,
             self._report,

@@ -1,4 +1,7 @@
-"""A Job's volumes as directories: buckets follow what others write, repositories are copies."""
+"""A Job's volumes as directories: buckets follow what others write, repositories are copies.
+
+Each is a mirror below one directory, and is shown to the Job through a FUSE mount of that, if there is one.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from emulator.fuse_server import READ_ONLY, WRITABLE
 from emulator.jobs_state import Volume
 from emulator.live_mount import Lag, LiveMount
 from jobs.bucket import BucketSettings
@@ -30,18 +34,37 @@ def in_s3(settings: BucketSettings, source: str) -> BucketSettings:
 
 
 class Volumes:
-    """Mounts volumes. `repositories` maps "model:org/name" to a local directory; `lag` is the buckets'."""
+    """Mounts volumes of Jobs.
 
-    def __init__(self, bucket: BucketSettings, repositories: Mapping[str, Path], lag: Lag) -> None:
+    `repositories` maps "model:org/name" to a local directory; `lag` is the buckets'. `mirrors` is a directory of its
+    own; `shown` is where a FUSE server shows it, or None.
+    """
+
+    def __init__(
+        self,
+        bucket: BucketSettings,
+        repositories: Mapping[str, Path],
+        lag: Lag,
+        mirrors: Path,
+        shown: Path | None = None,
+    ) -> None:
         self.bucket = bucket
         self.repositories = repositories
-        self.lag = lag
+        self.mirrors = mirrors
+        self.shown = shown or mirrors
+        # Who looked up what was missing is known to the FUSE server.
+        self.lag = replace(lag, missing_s=0.0) if shown else lag
 
-    def mount(self, volume: Volume, directory: Path, seed: int = 0) -> LiveMount | None:
-        """Make `directory` show a volume; a bucket's goes on with the returned mount's `step` and `flush`.
+    def place(self, job_id: str, volume: Volume) -> Path:
+        """Where a Job finds its volume on this machine."""
+        return self.shown / _below(job_id, volume)
+
+    def mount(self, job_id: str, volume: Volume, seed: int = 0) -> LiveMount | None:
+        """Make a Job's volume; a bucket's goes on with the returned mount's `step` and `flush`.
 
         Raises NoSuchVolume or BucketError.
         """
+        directory = self.mirrors / _below(job_id, volume)
         if volume.type != "bucket":
             source = self.repositories.get(f"{volume.type}:{volume.source}")
             if source is None or not (source / (volume.path or "")).is_dir():
@@ -54,3 +77,13 @@ class Volumes:
         if not mount.fill() and volume.path:
             raise NoSuchVolume(f"bucket {volume.source}: no folder {volume.path!r}")
         return mount
+
+    def remove(self, job_id: str) -> None:
+        """The Job is over: remove its mirrors."""
+        for kind in (READ_ONLY, WRITABLE):
+            shutil.rmtree(self.mirrors / kind / job_id, ignore_errors=True)
+
+
+def _below(job_id: str, volume: Volume) -> Path:
+    name = volume.mount_path.strip("/").replace("/", "--")
+    return Path(WRITABLE if volume.writable else READ_ONLY, job_id, name)

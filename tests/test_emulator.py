@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import HfApi, Volume
 from huggingface_hub.errors import HfHubHTTPError
 
-from emulator import reaper
+from emulator import fuse, reaper
 from emulator.bucket_programs import ProgramServer
 from emulator.serve import DidNotStart, Emulator
 from jobs import bundle
@@ -122,8 +122,9 @@ sleep = "import time; time.sleep(600)"
 escape = f"import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', {sleep!r}], start_new_session=True)"
 escape += "; print('up'); import time; time.sleep(600)"
 stubborn = "trap '' TERM; echo up; while true; do sleep 1; done"
-for command in (["python", "-S", "-c", escape], ["/bin/sh", "-c", stubborn]):
-    job = api.run_job(image="python:3.12", command=command, expose=[8000], namespace="local")
+where = {"volumes": [Volume(type="bucket", source="local/asyncgrpo", mount_path="/data")], "namespace": "local"}
+for command in (["python", "-S", "-c", escape], ["/bin/sh", "-c", f"exec 3> /data/x; {stubborn}"]):
+    job = api.run_job(image="python:3.12", command=command, expose=[8000], **where)
     for line in api.fetch_job_logs(job_id=job.id, namespace="local", follow=True):
         break
 print(emulator.mark, emulator.root, emulator.endpoint, emulator.bucket.endpoint, job.status.expose_urls[0], flush=True)
@@ -147,11 +148,13 @@ def start_host(then):
 def test_when_it_is_killed_nothing_remains(signum):
     host, mark, root, urls = start_host("import time; time.sleep(600)")
     assert len(reaper.marked(mark)) >= 4  # the bucket's server, two Jobs and what one of them sent out of its group
+    assert fuse.absent() or f"{root}/mounts fuse" in Path("/proc/mounts").read_text()
     assert root.is_dir()
     host.send_signal(signum)
     assert host.wait(timeout=10) == -signum
     eventually(lambda: not reaper.marked(mark), 5)
     eventually(lambda: not root.exists(), 5)
+    assert str(root) not in Path("/proc/mounts").read_text()
     for url in urls:
         eventually(lambda url=url: refuses(url), 5)
 
@@ -161,6 +164,7 @@ def test_when_its_program_ends_without_stopping_it_nothing_remains():
     assert host.wait(timeout=10) == 5
     eventually(lambda: not reaper.marked(mark), 5)
     eventually(lambda: not root.exists(), 5)
+    assert str(root) not in Path("/proc/mounts").read_text()
     assert all(refuses(url) for url in urls)
 
 

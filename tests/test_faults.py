@@ -6,9 +6,8 @@ from jobs.errors import ConfigError
 
 def test_the_language() -> None:
     spec = "kill replica[1] at step 30; preempt trainer after 60s;kill  proxy at step 3, bucket 503 5%; "
-    spec += (
-        "bucket lag 2.5s; mount lag 4s; mount missing 30 s; hang replica[0] 10s at step 4; bucket away 60s at step 20"
-    )
+    spec += "bucket lag 2.5s; mount lag 4s; mount missing 30 s; mount listing 20s; "
+    spec += "hang replica[0] 10s at step 4; bucket away 60s at step 20"
     assert parse(spec) == Faults(
         (
             Fault("kill", "replica", 1, step=30),
@@ -21,6 +20,7 @@ def test_the_language() -> None:
         2.5,
         4.0,
         30.0,
+        20.0,
     )
     assert parse("") == parse(" ; ") == Faults()
 

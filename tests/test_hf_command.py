@@ -129,6 +129,7 @@ def test_a_local_directory_goes_along(hf, emulator, tmp_path):
     script = "cd /work && python main.py && echo result > out.txt"
     assert "ran first" in hf("run", "-v", "./src:/work:rw", "python:3.12", "/bin/sh", "-c", script)
     (source / "sub" / "data.txt").write_text("second, and longer")
+    script = "cd /work && python main.py"  # read-only unless asked otherwise
     assert "ran second, and longer" in hf("run", "-v", "./src:/work", "python:3.12", "/bin/sh", "-c", script)
     bucket = Bucket(replace(emulator.bucket, url="s3://jobs-artifacts"))
     folder = bucket.list("")[0].partition("/")[0]

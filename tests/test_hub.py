@@ -486,7 +486,7 @@ def test_volumes(emulator, api, run):
     bucket.put("in/gone.txt", b"x")
     script = (
         "cat /data/a/b.txt && cat /model/config.json && ls /data /ro && rm /data/gone.txt"
-        " && mkdir -p /data/out && echo -n result > /data/out/r.txt && echo lost > /ro/lost.txt"
+        " && mkdir -p /data/out && echo -n result > /data/out/r.txt; (echo lost > /ro/lost.txt); true"
     )
     job = run(
         ["/bin/sh", "-c", script],
