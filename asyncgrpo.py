@@ -91,6 +91,13 @@ TRANSPORT = click.option(
 @click.option(
     "--gpus", metavar="0,0,1", help="The GPU of each Job: replicas first, trainer last; or none. All here if left out."
 )
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    metavar="PATTERN=PYTHON",
+    help="Interpreter that stands for images of that name, such as 'my/trainer:*=venv/bin/python'; may be given again.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json last, alone on stdout.")
 @click.option("--serve", is_flag=True, help="Start only the stand-in for the Hub, print its environment, and wait.")
 def emulate(**options: Any) -> None:
@@ -101,7 +108,7 @@ def emulate(**options: Any) -> None:
     from emulator import emulate as emulation
 
     if options.pop("serve"):
-        sys.exit(emulation.serve(options["bucket"], options["tls"]))
+        sys.exit(emulation.serve(options["bucket"], options["tls"], options["images"]))
     sys.exit(emulation.emulate(emulation.Options(**options | {"recipe": options["recipe"] or "digit"})))
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from emulator.bucket import BucketServer, MotoServer
 from emulator.bucket_programs import PROGRAMS, ProgramServer, find
 from emulator.faults import Faults, parse
 from emulator.injector import Injector
-from emulator.job_environment import IMAGES, Image
+from emulator.job_environment import Image, find_image, image_table
 from emulator.live_mount import LAG, Lag
 from emulator.profiles import PROFILES
 from emulator.serve import Emulator
@@ -31,6 +32,7 @@ from jobs.labels import run_name
 from jobs.launch import Glance, Launch
 from jobs.plan import resolve
 from jobs.recipe import Recipe
+from jobs.roster import Role
 from jobs.site import Site
 from jobs.spec import Engine, Transport
 
@@ -58,6 +60,7 @@ class Options:
     faults: str | None = None
     seed: int = 0
     gpus: str | None = None
+    images: tuple[str, ...] = ()
     as_json: bool = False
 
 
@@ -83,14 +86,15 @@ def emulate(options: Options) -> int:
         raise ConfigError(
             f"--bucket {options.bucket}: only moto can be made to misbehave; leave the bucket out of --faults."
         )
-    preflight.check(resolve(chosen), local=True)
+    images = image_table(options.images, gpus.image_environment(os.environ) if devices else {})
+    preflight.check(resolve(chosen), local=True, pythons=_pythons(chosen, images))
     folder = Path("runs", run)
     if (folder / "summary.json").exists():
         raise ConfigError(f"{folder} already holds a finished run: choose another name with --run.")
     folder.mkdir(parents=True, exist_ok=True)
     with interruptible():
         try:
-            summary = _run(options, chosen, run, folder, bucket, devices, faults, started_at)
+            summary = _run(options, chosen, run, folder, bucket, devices, images, faults, started_at)
         except KeyboardInterrupt:
             click.echo("interrupted: every Job was cancelled", err=True)
             return INTERRUPTED
@@ -98,9 +102,10 @@ def emulate(options: Options) -> int:
     return 0
 
 
-def serve(bucket: str, tls: bool) -> int:
+def serve(bucket: str, tls: bool, images: tuple[str, ...]) -> int:
     """Starts only the stand-in, prints its environment as KEY=value lines, and waits for Ctrl-C."""
-    with interruptible(), Emulator(bucket=_bucket(bucket), https=tls) as emulator:
+    table = image_table(images, {})
+    with interruptible(), Emulator(bucket=_bucket(bucket), https=tls, images=table) as emulator:
         for name, value in emulator.environment().items():
             click.echo(f"{name}={value}")
         sys.stdout.flush()
@@ -117,6 +122,7 @@ def _run(
     folder: Path,
     bucket: BucketSettings | BucketServer,
     devices: tuple[str, ...],
+    images: Mapping[str, Image],
     faults: Faults,
     started_at: float,
 ) -> dict[str, Any]:
@@ -126,7 +132,6 @@ def _run(
         LAG.missing_s if faults.mount_missing_s is None else faults.mount_missing_s,
         LAG.listing_s if faults.mount_listing_s is None else faults.mount_listing_s,
     )
-    images = {"*": Image(environment=gpus.image_environment(os.environ))} if devices else IMAGES
     emulator = Emulator(bucket=bucket, devices=devices, images=images, https=options.tls, lag=lag, logs=folder / "logs")
     injector = Injector(faults)
     summary: dict[str, Any] = {}
@@ -190,6 +195,13 @@ def _recipe(options: Options) -> Recipe:
             raise ConfigError(f"--steps {options.steps}: at least 1 is needed.")
         chosen = replace(chosen, trainer={**chosen.trainer, "max_steps": options.steps})
     return chosen
+
+
+def _pythons(chosen: Recipe, images: Mapping[str, Image]) -> dict[Role, str]:
+    """The interpreter of each role whose image is not this program's own environment."""
+    named: dict[Role, str] = {"replica": chosen.jobs.image, "trainer": chosen.jobs.image_of_trainer}
+    found = {role: find_image(name, images) for role, name in named.items()}
+    return {role: image.python for role, image in found.items() if image and image.python != sys.executable}
 
 
 def _bucket(choice: str) -> BucketSettings | BucketServer:

@@ -15,16 +15,18 @@ Two things a container gives and a local process cannot have are made by agreeme
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 from emulator.jobs_state import JobSpec
 from emulator.reaper import MARK
+from jobs.errors import ConfigError
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """PATH of the official Debian images."""
@@ -41,7 +43,25 @@ class Image:
 
 IMAGES: dict[str, Image] = {"*": Image()}
 """Pattern of an image's name -> what stands in for it; the first that matches counts. Everything that runs here needs
-this program's own packages (vLLM, TRL), so one interpreter serves all until told otherwise."""
+this program's own packages (vLLM, TRL), so one interpreter serves all that `--image` does not name."""
+
+
+def image_table(entries: Iterable[str], environment: Mapping[str, str]) -> dict[str, Image]:
+    """The table that a user's entries "PATTERN=PYTHON" make, before the one for all other images.
+
+    `environment` is what every image sets.
+
+    Raises:
+        ConfigError: an entry is none, or names no program that can be run.
+    """
+    images = {}
+    for entry in entries:
+        pattern, _, named = entry.partition("=")
+        python = Path(named).absolute()  # links are kept: a virtual environment is found from where its link lies
+        if not pattern or not named or not os.access(python, os.X_OK) or not python.is_file():
+            raise ConfigError(f"--image {entry!r}: expected PATTERN=PYTHON, such as 'python:*=venv/bin/python'.")
+        images[pattern] = Image(str(python), environment)
+    return images | {pattern: replace(image, environment=environment) for pattern, image in IMAGES.items()}
 
 
 def find_image(name: str, images: Mapping[str, Image]) -> Image | None:

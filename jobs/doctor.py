@@ -1,7 +1,5 @@
 """`asyncgrpo doctor`: checks what a run needs before it costs anything. Each check is ok or says the fix."""
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import socket
@@ -16,10 +14,11 @@ from pathlib import Path
 import httpx
 from huggingface_hub import get_token
 
-from jobs import hub, preflight, trl_patches
+from jobs import hub, packages, preflight, versions
 from jobs.bucket import Bucket, BucketSettings
 from jobs.crew import PORT
 from jobs.errors import AsyncgrpoError, ConfigError
+from jobs.packages import Packages
 from jobs.site import HUB
 
 PATIENCE_S = 10.0
@@ -143,8 +142,8 @@ def check_machine() -> list[Finding]:
     found = []
     cards = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     found.append(Finding("gpus", None, ", ".join(cards) or "none here (Jobs have their own)"))
-    for package in ("torch", "vllm", "trl", "peft"):
-        found.append(_package(package))
+    here = packages.here()
+    found += [_package(name, here) for name in ("torch", "vllm", "trl", "peft")]
     fuse = os.access("/dev/fuse", os.R_OK | os.W_OK)
     found.append(
         Finding("fuse", None, "/dev/fuse" if fuse else "no /dev/fuse: transport mount is not for this machine")
@@ -159,15 +158,18 @@ def check_machine() -> list[Finding]:
     return found
 
 
-def _package(name: str) -> Finding:
-    if importlib.util.find_spec(name) is None:
+def _package(name: str, here: Packages) -> Finding:
+    if name not in here.folders:
         return Finding(name, None, f"not installed (emulate and roles on this machine need it: {preflight.INSTALL})")
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    version = here.versions[name]
+    if version is None:
         return Finding(name, None, "installed, of unknown version")
-    if name == "trl" and version not in trl_patches.SUPPORTED:
-        return Finding(name, False, version, f"use one of {', '.join(trl_patches.SUPPORTED)}")
+    check = {"trl": versions.check_trl, "vllm": versions.check_vllm}.get(name)
+    try:
+        if check is not None:
+            check(version, "here")
+    except ConfigError as error:
+        return Finding(name, False, version, str(error))
     return Finding(name, True, version)
 
 

@@ -289,7 +289,7 @@ class Launch:
         if archive is None:
             if not self.site.local:
                 raise ConfigError("Jobs need asyncgrpo.pyz: make it with ./build.sh build and launch from it.")
-            return bundle.command(), []
+            return ["python3", *bundle.command()[1:]], []
         prefix = f"archives/{sha256}"
         if not self._mountable:
             source = resources.files("jobs").joinpath("fetch_archive.py").read_text()
@@ -327,7 +327,7 @@ class Launch:
         if any(volume.mount_path == MOUNT_DIR for volume in volumes):
             environment["ASYNCGRPO_MOUNT"] = MOUNT_DIR
         return JobPlan(
-            image=settings.image,
+            image=settings.image_of_trainer if role == "trainer" else settings.image,
             command=command,
             flavor=settings.replica_flavor if role == "replica" else settings.trainer_flavor,
             environment=environment,

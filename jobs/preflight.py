@@ -2,16 +2,16 @@
 
 import ast
 import difflib
-import importlib.util
-import os
+from collections.abc import Mapping
 from pathlib import Path
 
+from jobs import packages, versions
 from jobs.errors import ConfigError
 from jobs.manifest import RANKS, check_config
-from jobs.probe import gpus
+from jobs.packages import Packages
 from jobs.recipe import Recipe
 from jobs.reward_server import RewardServer, is_url
-from jobs.trl_patches import check_version
+from jobs.roster import Role
 
 INSTALL = "Install the environment with ./build.sh, or pip install -r requirements/cpu.txt (gpu.txt on GPUs)."
 
@@ -24,8 +24,13 @@ SET_BY_US = {
 """Fields of `AsyncGRPOConfig` that a recipe cannot choose, and why."""
 
 
-def check(recipe: Recipe, local: bool) -> None:
-    """Checks a recipe. With `local`, the trainer and the replicas run in this environment, so it is checked as well.
+NEEDED: dict[Role, tuple[str, ...]] = {"trainer": ("torch", "trl", "peft"), "replica": ("torch", "vllm")}
+"""Packages that a role imports."""
+
+
+def check(recipe: Recipe, local: bool, pythons: Mapping[Role, str] | None = None) -> None:
+    """Checks a recipe. With `local`, the trainer and the replicas run on this machine, so what they need of it is
+    checked as well: in this environment, or in that of the interpreter that `pythons` names for a role.
 
     Raises:
         ConfigError: the first thing that cannot work.
@@ -33,9 +38,11 @@ def check(recipe: Recipe, local: bool) -> None:
     check_replicas(recipe)
     check_adapter(recipe)
     check_lengths(recipe)
+    check_versions(recipe)
     if local:
-        check_environment()
-        check_trainer_fields(recipe)
+        found = {role: _packages((pythons or {}).get(role)) for role in NEEDED}
+        check_environment(found)
+        check_trainer_fields(recipe, trainer_fields(found["trainer"]))
         check_functions(recipe)
         check_servers(recipe, here=True)
 
@@ -92,17 +99,29 @@ def check_lengths(recipe: Recipe) -> None:
         )
 
 
-def check_environment() -> None:
-    """vLLM, TRL and PEFT are installed, in versions that are known to work together."""
-    for package in ("torch", "vllm", "trl", "peft"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"the package {package} is missing in this environment. {INSTALL}")
-    check_version(on_cpu=not gpus(os.environ))
+def check_versions(recipe: Recipe) -> None:
+    """What the recipe says of the Jobs' images names no version of vLLM or TRL that is not supported."""
+    jobs = recipe.jobs
+    versions.check_image("jobs.image", jobs.image)
+    versions.check_packages("jobs.trainer_packages", jobs.trainer_packages)
 
 
-def check_trainer_fields(recipe: Recipe) -> None:
+def check_environment(found: Mapping[Role, Packages]) -> None:
+    """Each role's environment has the packages that it imports, in versions that are known to work."""
+    for role, names in NEEDED.items():
+        for name in names:
+            if name not in found[role].folders:
+                raise ConfigError(f"the package {name} is missing where the {role} runs. {INSTALL}")
+    versions.check_trl(found["trainer"].versions["trl"], found["trainer"].python)
+    versions.check_vllm(found["replica"].versions["vllm"], found["replica"].python)
+
+
+def _packages(python: str | None) -> Packages:
+    return packages.of(python) if python else packages.here()
+
+
+def check_trainer_fields(recipe: Recipe, known: set[str]) -> None:
     """Each field of `trainer` is one that TRL's `AsyncGRPOConfig` has, and one that a recipe may set."""
-    known = trainer_fields()
     for name in recipe.trainer:
         if name in SET_BY_US:
             raise ConfigError(f"trainer.{name} cannot be set: {SET_BY_US[name]}.")
@@ -112,7 +131,7 @@ def check_trainer_fields(recipe: Recipe) -> None:
             raise ConfigError(f"trainer.{name} is no field of TRL's AsyncGRPOConfig{hint}.")
 
 
-def trainer_fields() -> set[str]:
+def trainer_fields(found: Packages) -> set[str]:
     """Names of the fields of `AsyncGRPOConfig`, read from the sources of TRL and transformers: importing them takes
     seconds."""
     sources = (
@@ -122,9 +141,8 @@ def trainer_fields() -> set[str]:
     )
     names: set[str] = set()
     for package, file in sources:
-        spec = importlib.util.find_spec(package)
-        path = Path(next(iter(spec.submodule_search_locations or [])), file) if spec else None
-        if path is None or not path.exists():
+        path = Path(found.folders.get(package, ""), file)
+        if not path.exists():
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):

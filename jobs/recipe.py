@@ -95,11 +95,13 @@ class JobSettings:
     `schedule_deadline_s` bounds that. `start_deadline_s` is what a running trainer gets until its first step,
     `ready_deadline_s` how long a running replica may not be ready before another takes its place, `lease_s` how long a
     replica outlives the last sign of its run, and how long a trainer may tell nothing. `trainer_packages` are installed
-    by pip in the trainer's Job before it starts: the image has vLLM, not TRL. Empty for an image that has it all."""
+    by pip in the trainer's Job before it starts: the image has vLLM, not TRL. Empty for an image that has it all.
+    `trainer_image` is that of the trainer, if it is another one than the replicas' `image`."""
 
     replica_flavor: str = "h200"
     trainer_flavor: str = "h200"
     image: str = "vllm/vllm-openai:v0.31.0"
+    trainer_image: str = ""
     trainer_packages: list[str] = field(
         default_factory=lambda: [
             "trl==1.16.0",
@@ -114,6 +116,11 @@ class JobSettings:
     start_deadline_s: int = 1800
     ready_deadline_s: int = 900
     lease_s: int = 600
+
+    @property
+    def image_of_trainer(self) -> str:
+        """The image that the trainer's Job is started from."""
+        return self.trainer_image or self.image
 
 
 @dataclass(frozen=True)

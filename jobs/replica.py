@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from jobs import bundle, lease, machine, model_fetch, probe, processes
+from jobs import bundle, lease, machine, model_fetch, packages, probe, processes, versions
 from jobs.bucket import SHOWN_S, Bucket
 from jobs.errors import ConfigError, RunFailed
 from jobs.leader import StandIn
@@ -150,10 +150,13 @@ def run(environ: Mapping[str, str]) -> int:
     Returns 0 when the run is over (its lease expired or was ended), 143 when SIGTERM ended the Job.
 
     Raises:
+        ConfigError: this version of vLLM is not supported.
         RunFailed: an engine ended by itself; with the last lines of its log.
     """
     bucket = Bucket.from_env(environ)
     spec = RunSpec.read(bucket, environ["ASYNCGRPO_RUN"], SHOWN_S)
+    if spec.engine_module == VLLM_SERVER:
+        versions.check_vllm(packages.installed("vllm"))
     index = int(environ.get("ASYNCGRPO_REPLICA", "0"))
     model = model_fetch.obtain(spec.model, bucket, environ)
     adapters = Path(tempfile.mkdtemp(prefix="asyncgrpo-adapters-", dir=environ.get("ASYNCGRPO_CACHE")))

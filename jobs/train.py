@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jobs import bundle, journal, probe, processes, rewards, scoring, trl_patches
+from jobs import bundle, journal, packages, probe, processes, rewards, scoring, trl_patches
 from jobs.bucket import SHOWN_S, Bucket
 from jobs.errors import ConfigError
 from jobs.ranks import Ranks
@@ -104,6 +104,7 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
         ranks = Ranks.join(environ)
         on_cpu = _import_everything(stop)
         if ranks.first:
+            log.info("trl %s, %s", packages.installed("trl"), "on the CPU" if on_cpu else "on a GPU")
             journal.phase("imported")
         trainer = build(spec.recipe, environ, stop, on_cpu, ranks)
         if ranks.first:

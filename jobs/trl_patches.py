@@ -1,14 +1,15 @@
 """Everything that TRL needs to be told to run here: each workaround is one function with its reason.
 
-Written for TRL 1.14.2, 1.15.0 and 1.16.0, whose asynchronous GRPO lives in `trl.experimental.async_grpo`. `apply` does
-all that a recipe's run needs, in order. Nothing here imports TRL, torch or vLLM before it is called.
+Written for the versions that `jobs.versions` names, whose asynchronous GRPO lives in `trl.experimental.async_grpo`.
+`apply` does all that a recipe's run needs, in order. Nothing here imports TRL, torch or vLLM before it is called.
 """
 
 import asyncio
 import contextlib
 import functools
+import importlib
 import importlib.machinery
-import importlib.metadata
+import inspect
 import logging
 import multiprocessing.context
 import multiprocessing.process
@@ -21,15 +22,12 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jobs import processes
+from jobs import packages, processes, versions
 from jobs.bundle import app_dir
 from jobs.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-SUPPORTED = ("1.14.2", "1.15.0", "1.16.0")
-GPU_ONLY = ("1.15.0",)
-"""Versions that compute log-probabilities by Triton kernels alone; those before and after also have plain torch."""
 KERNEL = "kernels-community/flash-attn3"
 HEALTH_POLL_S = 0.25
 """TRL looks every 2 s whether the server is up; on average a second of the start would be spent waiting for it."""
@@ -42,6 +40,8 @@ GROUPS_SCORED_AT_ONCE = 8
 """Each is as stale as its rewards take; what an LLM judge or a sandbox behind a server serves easily at a time."""
 STOP_GRACE_S = 2.0
 """What the rollout process gets to end by itself: enough when it is idle. Rollouts in flight then are of no use."""
+USED_TO_STOP = ("_process", "_stop_event_mp", "rollout_buffer", "metrics_queue")
+"""Attributes of TRL's rollout worker that `stop_at_once` needs at the end: looked for at the beginning."""
 
 
 def apply(on_cpu: bool, stopping: Callable[[], bool]) -> None:
@@ -50,15 +50,18 @@ def apply(on_cpu: bool, stopping: Callable[[], bool]) -> None:
     `on_cpu` says that there is no GPU to train on. `stopping` says that the process has been asked to end.
 
     Raises:
-        ConfigError: this version of TRL is not supported.
+        ConfigError: this version of TRL is not supported, or lacks what is to be patched.
     """
-    check_version(on_cpu)
+    trl = versions.check_trl(packages.installed("trl"))
     with without_vllm():
-        import trl.experimental.async_grpo  # noqa: F401
+        _module("trl.experimental.async_grpo")
     use_local_attention(on_cpu)
-    if on_cpu:
+    if on_cpu and trl.asks_for_peak_flops:
         no_peak_flops()
+    if on_cpu and trl.kernel_by_name:
         sdpa_instead_of_kernel()
+    if on_cpu and trl.triton_only:
+        log_probabilities_in_torch()
     poll_health_often()
     survive_proxy_restarts(stopping)
     refuse_merged_sync()
@@ -67,23 +70,38 @@ def apply(on_cpu: bool, stopping: Callable[[], bool]) -> None:
     no_model_cards()
 
 
-def check_version(on_cpu: bool = False) -> str:
-    """Returns TRL's version; `on_cpu` says that it is to train without a GPU.
-
-    Raises:
-        ConfigError: TRL is missing, is a version whose internals these patches were not written for, or needs a GPU.
-    """
+def _module(name: str) -> Any:
+    """A module of TRL's, or the error of one that is not there."""
     try:
-        version = importlib.metadata.version("trl")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ConfigError(f"TRL is not installed here; the trainer needs trl=={SUPPORTED[-1]}.") from error
-    if version not in SUPPORTED:
-        raise ConfigError(f"trl {version} is not supported: install one of {', '.join(SUPPORTED)}.")
-    if on_cpu and version in GPU_ONLY:
-        raise ConfigError(
-            f"trl {version} cannot train on a CPU (its log-probabilities need Triton): install trl==1.16.0."
-        )
-    return version
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise _changed(f"the module {name}: {error}") from error
+
+
+def _existing(owner: Any, name: str) -> Any:
+    """What is about to be patched or used. Raises ConfigError, naming TRL's version, where it is not there."""
+    if not hasattr(owner, name):
+        raise _changed(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
+    return getattr(owner, name)
+
+
+def _replace(owner: Any, name: str, patch: Any) -> None:
+    """Puts `patch` in the place of what is there; see `_existing`."""
+    _existing(owner, name)
+    setattr(owner, name, patch)
+
+
+def _takes(function: Any, parameter: str) -> None:
+    """Makes sure that a function about to be called with `parameter` has it."""
+    if parameter not in inspect.signature(function).parameters:
+        raise _changed(f"the parameter {parameter} of {function.__qualname__}")
+
+
+def _changed(what: str) -> ConfigError:
+    return ConfigError(
+        f"trl {packages.installed('trl')}, as it is installed here, lacks {what}, which asyncgrpo patches. Install one "
+        f"of {', '.join(versions.TRL)} as it was published."
+    )
 
 
 @contextlib.contextmanager
@@ -158,14 +176,13 @@ def use_local_attention(on_cpu: bool) -> None:
 
 
 def sdpa_instead_of_kernel() -> None:
-    """On a CPU, trains TRL 1.14 with transformers' own attention; 1.16 does not ask for the kernel in this way.
+    """On a CPU, trains TRL 1.14 and 1.15 with transformers' own attention; 1.16 does not ask for the kernel like that.
 
     It names the kernel as transformers' attention implementation, and transformers fetches it only with a version of
     `kernels` that differs from release to release. Its sdpa keeps packed sequences apart by their position ids as well.
     """
-    from trl.experimental.async_grpo import async_grpo_trainer as module
-
-    original = module.create_model_from_path
+    module = _module("trl.experimental.async_grpo.async_grpo_trainer")
+    original = _existing(module, "create_model_from_path")
 
     @functools.wraps(original)
     def create_model_from_path(*args: Any, **kwargs: Any) -> Any:
@@ -177,24 +194,29 @@ def sdpa_instead_of_kernel() -> None:
 
 
 def no_peak_flops() -> None:
-    """Without a GPU there is no peak to compare with; TRL 1.16 asks CUDA for the device's name all the same."""
-    from trl.experimental.async_grpo import async_grpo_trainer as module
+    """Without a GPU there is no peak to compare with; TRL 1.15 and 1.16 ask CUDA for the device's name."""
+    module = _module("trl.experimental.async_grpo.async_grpo_trainer")
+    _replace(module, "get_peak_flops_per_device", lambda *_: None)
 
-    if hasattr(module, "get_peak_flops_per_device"):
-        module.get_peak_flops_per_device = lambda *_: None
+
+def log_probabilities_in_torch() -> None:
+    """On a CPU, takes log-probabilities from `jobs.logprobs`: TRL 1.15.0 has them from a Triton kernel alone."""
+    from jobs.logprobs import LogProbabilities
+
+    _replace(_module("trl.trainer.utils"), "_ChunkedLogProbFunction", LogProbabilities)
 
 
 def poll_health_often() -> None:
     """Shortens the pause between two looks at the server's /health (see HEALTH_POLL_S)."""
-    from trl.experimental.async_grpo.vllm_client import VLLMClient
-
-    original = VLLMClient.wait_for_server_ready
+    client = _existing(_module("trl.experimental.async_grpo.vllm_client"), "VLLMClient")
+    original = _existing(client, "wait_for_server_ready")
+    _takes(original, "poll_interval_s")
 
     @functools.wraps(original)
     def wait_for_server_ready(self: Any, poll_interval_s: float = HEALTH_POLL_S) -> None:
         original(self, poll_interval_s)
 
-    VLLMClient.wait_for_server_ready = wait_for_server_ready
+    client.wait_for_server_ready = wait_for_server_ready
 
 
 def survive_proxy_restarts(stopping: Callable[[], bool]) -> None:
@@ -202,9 +224,8 @@ def survive_proxy_restarts(stopping: Callable[[], bool]) -> None:
 
     Its calls are sent again: on our proxy a load, unload, pause or resume that is repeated has the same result.
     """
-    from trl.experimental.async_grpo import vllm_client
-
-    vllm_client.requests = PatientRequests(vllm_client.requests, stopping)
+    module = _module("trl.experimental.async_grpo.vllm_client")
+    module.requests = PatientRequests(_existing(module, "requests"), stopping)
 
 
 class PatientRequests:
@@ -245,9 +266,9 @@ def refuse_merged_sync() -> None:
 
     It falls back when the server has no LoRA or several data-parallel ranks, and for adapters that vLLM cannot load.
     """
-    from trl.experimental.async_grpo import async_grpo_trainer as module
-
-    original = module.select_adapter_sync
+    module = _module("trl.experimental.async_grpo.async_grpo_trainer")
+    original = _existing(module, "select_adapter_sync")
+    validate = _existing(module, "validate_lora_for_vllm_sync")
 
     @functools.wraps(original)
     def select_adapter_sync(server_info: dict[str, Any], model: Any, args: Any) -> bool:
@@ -256,13 +277,13 @@ def refuse_merged_sync() -> None:
         if (ranks := server_info["parallel_config"]["data_parallel_size"]) > 1:
             raise ConfigError(f"replica.vllm.data_parallel_size = {ranks}: must be 1; set replica.engines instead.")
         try:
-            module.validate_lora_for_vllm_sync(model)
+            validate(model)
         except ValueError as error:
             raise ConfigError(f"lora: vLLM cannot serve this adapter as it is. {error}") from error
         return bool(original(server_info, model, args))
 
     module.select_adapter_sync = select_adapter_sync
-    module.WeightTransferClient = _no_nccl
+    _replace(module, "WeightTransferClient", _no_nccl)
 
 
 def own_rollout_process(fork: bool) -> None:
@@ -272,16 +293,17 @@ def own_rollout_process(fork: bool) -> None:
     two cores the first step waits for them. Only for a CPU: a GPU's context must not be inherited. It is forked before
     training begins, by a process without OpenMP threads, and uses no torch.
     """
-    from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
-
-    original = AsyncRolloutWorker.start
+    worker = _existing(_module("trl.experimental.async_grpo.async_rollout_worker"), "AsyncRolloutWorker")
+    original = _existing(worker, "start")
 
     @functools.wraps(original)
     def start(self: Any) -> None:
-        self._mp_ctx = types.SimpleNamespace(Process=_ForkedRollout if fork else _SpawnedRollout)
+        _replace(self, "_mp_ctx", types.SimpleNamespace(Process=_ForkedRollout if fork else _SpawnedRollout))
         original(self)
+        for name in USED_TO_STOP:
+            _existing(self, name)
 
-    AsyncRolloutWorker.start = start
+    worker.start = start
 
 
 class _TiedProcess(multiprocessing.process.BaseProcess):
@@ -311,9 +333,8 @@ def stop_at_once() -> None:
     It cannot end while its queues are full, and it waits for completions in flight that nobody will train on. So the
     queues are drained meanwhile, and after STOP_GRACE_S it is terminated; the proxy sees its connections close.
     """
-    from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
-
-    original = AsyncRolloutWorker.stop
+    worker = _existing(_module("trl.experimental.async_grpo.async_rollout_worker"), "AsyncRolloutWorker")
+    original = _existing(worker, "stop")
 
     @functools.wraps(original)
     def stop(self: Any) -> None:
@@ -329,7 +350,7 @@ def stop_at_once() -> None:
                 process.terminate()
         original(self)
 
-    AsyncRolloutWorker.stop = stop
+    worker.stop = stop
 
 
 def bound_rollouts_ahead(trainer: Any) -> None:
@@ -341,7 +362,8 @@ def bound_rollouts_ahead(trainer: Any) -> None:
     worker = trainer.rollout_worker
     if worker is not None:
         groups = max(1, trainer.args.queue_maxsize // trainer.args.num_generations)
-        worker._loop_kwargs["score_queue_maxsize"] = min(TRL_SCORE_QUEUE, groups)
+        _takes(_existing(worker, "_loop_cls"), "score_queue_maxsize")
+        _existing(worker, "_loop_kwargs")["score_queue_maxsize"] = min(TRL_SCORE_QUEUE, groups)
 
 
 def score_side_by_side() -> None:
@@ -366,7 +388,7 @@ def no_model_cards() -> None:
     """PEFT writes a README beside each adapter: two thirds of the 16 ms (measured) that the save of a sync takes."""
     from peft import PeftModel
 
-    PeftModel.create_or_update_model_card = lambda *_, **__: None
+    _replace(PeftModel, "create_or_update_model_card", lambda *_, **__: None)
 
 
 def _drain(messages: Any) -> None:

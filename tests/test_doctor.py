@@ -1,5 +1,6 @@
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, tzinfo
 
 import pytest
@@ -7,7 +8,7 @@ from click.testing import CliRunner
 
 import asyncgrpo
 from emulator.serve import Emulator
-from jobs import doctor
+from jobs import doctor, packages
 from jobs.bucket import Bucket
 from jobs.doctor import Finding
 
@@ -85,6 +86,16 @@ def test_a_store_without_conditional_writes(emulator: Emulator, monkeypatch: pyt
     monkeypatch.setattr(Bucket, "put_new", put)
     bad = findings(emulator)["bucket"]
     assert bad.ok is False and "If-None-Match does not work" in bad.detail
+
+
+@pytest.mark.parametrize(("package", "words"), [("trl", "Install one of 1.14.2"), ("vllm", "Install one of 0.22 to")])
+def test_a_version_that_is_not_supported_is_bad(package: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = packages.here()
+    found = replace(here, versions={**here.versions, package: "9.9"})
+    monkeypatch.setattr(packages, "here", lambda: found)
+    bad = [each for each in doctor.check_machine() if each.ok is False]
+    assert [each.check for each in bad] == [package]
+    assert bad[0].detail == "9.9" and f"{package} 9.9 is not supported. {words}" in bad[0].fix
 
 
 def test_what_is_bad_is_told_with_its_fix(emulator: Emulator) -> None:

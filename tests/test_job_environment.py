@@ -1,10 +1,17 @@
+import importlib.metadata
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from huggingface_hub import HfApi
 
-from emulator.job_environment import Image, Places, command, environment, find_image, rebind, rewrite
+from emulator.job_environment import Image, Places, command, environment, find_image, image_table, rebind, rewrite
 from emulator.jobs_state import parse_spec
+from emulator.serve import Emulator
+from jobs.errors import ConfigError
+from tests import environments
 
 MOUNTS = {"/data": "/tmp/j/data", "/data/more": "/tmp/j/more", "/here": "/tmp/j/w"}
 
@@ -134,3 +141,38 @@ def test_a_shell_in_the_job_finds_the_interpreter_with_its_packages(tmp_path):
         )
         assert printed.stdout.strip() == sys.prefix, printed.stderr
     assert list(places.home.iterdir()) == []
+
+
+def test_a_users_images_come_before_the_one_for_all(tmp_path, monkeypatch):
+    python = environments.environment(tmp_path / "env")
+    monkeypatch.chdir(tmp_path)
+    images = image_table(["mine:*=env/bin/python", "mine:2=" + sys.executable], {"CUDA_HOME": "/c"})
+    assert find_image("mine:2", images) == Image(str(python), {"CUDA_HOME": "/c"}), "the first one that matches counts"
+    assert find_image("ubuntu", images) == Image(sys.executable, {"CUDA_HOME": "/c"})
+
+
+@pytest.mark.parametrize("entry", ["mine", "mine=", "=python", "mine=nowhere/python", "mine=.", "mine=plain"])
+def test_an_entry_that_names_no_interpreter_is_refused(entry, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("plain").write_text("not a program")
+    with pytest.raises(ConfigError, match=f"--image '{re.escape(entry)}': expected PATTERN=PYTHON"):
+        image_table([entry], {})
+
+
+def test_a_job_runs_in_the_environment_that_its_image_stands_for(tmp_path):
+    python = environments.environment(tmp_path / "env", trl="9.9")
+    code = "import importlib.metadata as m, sys; print(sys.prefix, m.version('trl'))"
+    with Emulator(images=image_table([f"mine:*={python}"], {})) as emulator:
+        api = HfApi(endpoint=emulator.endpoint, token=emulator.token)
+        lines = {}
+        for image in ("mine:1", "other:1"):
+            for command in (["python", "-c", code], ["bash", "-c", f'python3 -c "{code}"']):
+                job = api.run_job(image=image, command=command, namespace="local")
+                lines[image, command[0]] = list(api.fetch_job_logs(job_id=job.id, namespace="local", follow=True))[-1]
+    other = f"{sys.prefix} {importlib.metadata.version('trl')}"
+    assert lines == {
+        ("mine:1", "python"): f"{tmp_path / 'env'} 9.9",
+        ("mine:1", "bash"): f"{tmp_path / 'env'} 9.9",
+        ("other:1", "python"): other,
+        ("other:1", "bash"): other,
+    }

@@ -1,10 +1,13 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from jobs import preflight, recipe
+from jobs import packages, preflight, recipe
 from jobs.errors import ConfigError
 from jobs.recipe import Recipe
+from jobs.roster import Role
+from tests.environments import environment
 
 
 @pytest.fixture
@@ -34,6 +37,8 @@ WRONG = {
     "replica.vllm.max_cpu_loras=3": r"max_cpu_loras = 3: it must be at least max_loras = 6",
     "trainer.max_completion_length=256": r"max_completion_length = 256: with replica\.vllm\.max_model_len = 256",
     "trainer.learnig_rate=1.0": r"trainer\.learnig_rate is no field .*did you mean learning_rate",
+    "jobs.image=vllm/vllm-openai:v0.21.0": r"jobs\.image = .*: vllm 0\.21\.0 is not supported",
+    "jobs.trainer_packages=['trl==1.13.0']": r"jobs\.trainer_packages: .*trl 1\.13\.0 is not supported",
     "trainer.output_dir=x": r"trainer\.output_dir cannot be set",
 }
 
@@ -50,24 +55,49 @@ def test_a02_six_slots_are_enough_for_a_staleness_of_four(digit: Recipe) -> None
         preflight.check_adapter(recipe.override(digit, "replica.vllm.max_loras=5"))
 
 
-@pytest.mark.parametrize("package", ["vllm", "trl", "peft", "torch"])
-def test_a_missing_package_comes_with_the_command_that_installs_it(
-    package: str, monkeypatch: pytest.MonkeyPatch
+ROLES: list[tuple[Role, str]] = [
+    ("trainer", "torch"),
+    ("trainer", "trl"),
+    ("trainer", "peft"),
+    ("replica", "torch"),
+    ("replica", "vllm"),
+]
+
+
+@pytest.mark.parametrize(("role", "package"), ROLES)
+def test_a_missing_package_comes_with_the_command_that_installs_it(role: Role, package: str) -> None:
+    here = packages.here()
+    lacking = replace(here, folders={name: path for name, path in here.folders.items() if name != package})
+    with pytest.raises(ConfigError, match=f"the package {package} is missing where the {role} runs.*build.sh"):
+        preflight.check_environment({"trainer": here, "replica": here, role: lacking})
+
+
+@pytest.mark.parametrize(
+    ("role", "package", "words"),
+    [
+        ("trainer", "trl", r"trl 9\.9 is not supported\. Install one of 1\.14\.2, 1\.15\.0"),
+        ("replica", "vllm", r"vllm 9\.9 is not supported\. Install one of 0\.22 to 0\.31"),
+    ],
+)
+def test_another_version_is_refused_where_it_matters(
+    digit: Recipe, tmp_path: Path, role: Role, package: str, words: str
 ) -> None:
-    import importlib.util
+    python = str(environment(tmp_path / "env", **{package: "9.9"}))
+    other: Role = "replica" if role == "trainer" else "trainer"
+    with pytest.raises(ConfigError, match=f"{python}: {words}"):
+        preflight.check(digit, local=True, pythons={role: python})
+    preflight.check_environment({role: packages.here(), other: packages.of(python)})
 
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
-    with pytest.raises(ConfigError, match=f"the package {package} is missing.*build.sh"):
-        preflight.check_environment()
 
-
-def test_another_trl_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.metadata
-
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.18.0")
-    with pytest.raises(ConfigError, match=r"1\.18\.0 is not supported.*1\.14\.2, 1\.15\.0"):
-        preflight.check_environment()
+def test_the_trainers_own_trl_says_which_fields_there_are(digit: Recipe, tmp_path: Path) -> None:
+    python = environment(tmp_path / "env", trl=packages.here().versions["trl"] or "")
+    (package,) = tmp_path.glob("env/lib/python*/site-packages/trl")
+    (package / "trainer").mkdir()
+    (package / "trainer" / "base_config.py").write_text("class Config:\n    only_there: int = 0\n")
+    chosen = recipe.override(digit, "trainer.only_there=1")
+    with pytest.raises(ConfigError, match=r"trainer\.only_there is no field"):
+        preflight.check(chosen, local=True)
+    assert "only_there" in preflight.trainer_fields(packages.of(str(python)))
 
 
 def test_launching_elsewhere_asks_nothing_of_this_environment(digit: Recipe) -> None:

@@ -1,3 +1,4 @@
+import importlib
 import importlib.metadata
 import json
 import os
@@ -109,18 +110,51 @@ def test_the_kernel_comes_with_its_metadata() -> None:
 def test_another_version_of_trl_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     with pytest.raises(ConfigError, match=rf"trl {version} is not supported.*1\.14\.2, 1\.15\.0, 1\.16\.0"):
-        trl_patches.check_version(on_cpu=False)
+        trl_patches.apply(True, lambda: False)
 
 
-def test_the_installed_trl_is_supported() -> None:
-    assert trl_patches.check_version(on_cpu=True) in trl_patches.SUPPORTED
+# Each patch, and what it replaces or relies on; without it, it must say so before anything is trained.
+PATCHES: list[tuple[Callable[[], None], str, str]] = [
+    (trl_patches.no_peak_flops, "experimental.async_grpo.async_grpo_trainer", "get_peak_flops_per_device"),
+    (trl_patches.sdpa_instead_of_kernel, "experimental.async_grpo.async_grpo_trainer", "create_model_from_path"),
+    (trl_patches.log_probabilities_in_torch, "trainer.utils", "_ChunkedLogProbFunction"),
+    (trl_patches.poll_health_often, "experimental.async_grpo.vllm_client", "VLLMClient"),
+    (trl_patches.poll_health_often, "experimental.async_grpo.vllm_client:VLLMClient", "wait_for_server_ready"),
+    (lambda: trl_patches.survive_proxy_restarts(bool), "experimental.async_grpo.vllm_client", "requests"),
+    (trl_patches.refuse_merged_sync, "experimental.async_grpo.async_grpo_trainer", "select_adapter_sync"),
+    (trl_patches.refuse_merged_sync, "experimental.async_grpo.async_grpo_trainer", "validate_lora_for_vllm_sync"),
+    (trl_patches.refuse_merged_sync, "experimental.async_grpo.async_grpo_trainer", "WeightTransferClient"),
+    (
+        lambda: trl_patches.own_rollout_process(fork=True),
+        "experimental.async_grpo.async_rollout_worker:AsyncRolloutWorker",
+        "start",
+    ),
+    (trl_patches.stop_at_once, "experimental.async_grpo.async_rollout_worker:AsyncRolloutWorker", "stop"),
+    (trl_patches.stop_at_once, "experimental.async_grpo.async_rollout_worker", "AsyncRolloutWorker"),
+]
 
 
-def test_a_version_that_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.15.0")
-    assert trl_patches.check_version(on_cpu=False) == "1.15.0"
-    with pytest.raises(ConfigError, match=r"trl 1\.15\.0 cannot train on a CPU"):
-        trl_patches.check_version(on_cpu=True)
+@pytest.mark.parametrize(("patch", "owner", "name"), PATCHES, ids=[f"{owner}.{name}" for _, owner, name in PATCHES])
+def test_a_patch_whose_target_is_gone_names_it_and_trls_version(
+    trainer_module: Any, monkeypatch: pytest.MonkeyPatch, patch: Callable[[], None], owner: str, name: str
+) -> None:
+    module, _, inside = owner.partition(":")
+    found = importlib.import_module(f"trl.{module}")
+    monkeypatch.delattr(getattr(found, inside) if inside else found, name)
+    version = importlib.metadata.version("trl")
+    with pytest.raises(ConfigError, match=rf"trl {version}, as it is installed here, lacks \S*\.{name}, which"):
+        patch()
+
+
+def test_a_module_or_a_parameter_that_is_gone_is_named(trainer_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl.experimental.async_grpo import vllm_client
+
+    monkeypatch.setattr(vllm_client.VLLMClient, "wait_for_server_ready", lambda self: None)
+    with pytest.raises(ConfigError, match="lacks the parameter poll_interval_s of"):
+        trl_patches.poll_health_often()
+    monkeypatch.setitem(sys.modules, "trl.experimental.async_grpo.vllm_client", None)
+    with pytest.raises(ConfigError, match=r"lacks the module trl\.experimental\.async_grpo\.vllm_client"):
+        trl_patches.poll_health_often()
 
 
 class FlakyServer:
@@ -329,7 +363,7 @@ def test_a_spawned_rollout_process_never_outlives_a_killed_trainer(tmp_path: Pat
 @pytest.mark.parametrize(("queue", "groups"), [(1024, 16), (32, 4), (8, 1), (1, 1)])
 def test_a_small_queue_bounds_the_groups_that_wait_to_be_scored(queue: int, groups: int) -> None:
     args = types.SimpleNamespace(queue_maxsize=queue, num_generations=8)
-    worker = types.SimpleNamespace(_loop_kwargs={})
+    worker = types.SimpleNamespace(_loop_kwargs={}, _loop_cls=lambda score_queue_maxsize: None)
     trl_patches.bound_rollouts_ahead(types.SimpleNamespace(args=args, rollout_worker=worker))
     assert worker._loop_kwargs == {"score_queue_maxsize": groups}
     trl_patches.bound_rollouts_ahead(types.SimpleNamespace(args=args, rollout_worker=None))
