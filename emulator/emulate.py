@@ -133,7 +133,7 @@ def _run(
         LAG.listing_s if faults.mount_listing_s is None else faults.mount_listing_s,
     )
     emulator = Emulator(bucket=bucket, devices=devices, images=images, https=options.tls, lag=lag, logs=folder / "logs")
-    injector = Injector(faults)
+    injector = Injector(faults, options.seed)
     summary: dict[str, Any] = {}
     try:
         emulator.start()
