@@ -104,13 +104,23 @@ class MotoServer:
         """From now on refuse this fraction of all requests, and show new objects only `lag_s` after their PUT."""
         self._disturb(rate=rate, lag_s=lag_s, seed=seed)
 
-    def _disturb(self, **settings: float | str) -> None:
+    def tear(self, ending: str) -> None:
+        """From now on refuse to write keys with this ending; with an empty one, write all again."""
+        self._disturb(tear=ending)
+
+    def torn(self) -> bool:
+        """Whether a key was refused since `tear`."""
+        return bool(self._disturb()["torn"])
+
+    def _disturb(self, **settings: float | str) -> dict[str, bool]:
         body = json.dumps(settings).encode()
         scheme, _, rest = self.settings.endpoint.partition("://")
         request = urllib.request.Request(f"{scheme}://{rest.partition('/')[0]}{DISTURB_PATH}", body, method="POST")
         request.add_header("x-emulator-key", self.settings.access_key)
         context = self.certificate.client_context() if self.certificate else None
-        urllib.request.urlopen(request, timeout=START_S, context=context).close()
+        with urllib.request.urlopen(request, timeout=START_S, context=context) as answer:
+            told: dict[str, bool] = json.load(answer)
+            return told
 
     def stop(self) -> None:
         """End it and wait for that."""

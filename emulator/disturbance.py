@@ -31,6 +31,9 @@ class Disturbance:
         self._until = 0.0
         self._code = "SlowDown"
         self._seen_from: dict[str, float] = {}
+        self._tear = ""
+        self.torn = False
+        """Whether an object was refused because of `tear`."""
 
     def set(
         self,
@@ -40,9 +43,13 @@ class Disturbance:
         seconds: float | None = None,
         code: str | None = None,
         seed: int | None = None,
+        tear: str | None = None,
     ) -> None:
-        """Change what is given. `count` requests from now, and all for `seconds`, are refused with S3 error `code`."""
+        """Change what is given. `count` requests from now, and all for `seconds`, are refused with S3 error `code`, and
+        so are writes to keys that end in `tear` (none if it is empty)."""
         with self._lock:
+            if tear is not None:
+                self._tear, self.torn = tear, False
             self._rate = self._rate if rate is None else rate
             self._lag_s = self._lag_s if lag_s is None else lag_s
             self._count = self._count if count is None else count
@@ -60,6 +67,14 @@ class Disturbance:
             if self._clock() < self._until or (self._rate and self._random.random() < self._rate):
                 return self._code
             return None
+
+    def tears(self, path: str) -> str | None:
+        """The S3 error code to answer a write of `/bucket/key` with (status 503), or None to serve it."""
+        with self._lock:
+            if not self._tear or not path.endswith(self._tear):
+                return None
+            self.torn = True
+            return self._code
 
     @property
     def lags(self) -> bool:

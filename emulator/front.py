@@ -19,7 +19,8 @@ from emulator.signature import Keys, Request
 
 LOCKS = 64
 DISTURB_PATH = "/_emulator/disturb"
-"""Takes the arguments of `Disturbance.set`, with the access key in the header x-emulator-key."""
+"""Takes the arguments of `Disturbance.set`, with the access key in the header x-emulator-key; tells whether one is
+`torn`."""
 AGAIN = "again."
 """Starts the token that follows an empty page: the same page is asked for once more, and comes with its keys."""
 
@@ -125,6 +126,8 @@ class Front:
         if is_put and time.monotonic() - self._written.get(path, float("-inf")) < self.profile.writes_per_key_s:
             message = "Reduce your concurrent request rate for the same object."
             return _error(environ, start_response, 429, "TooManyRequests", message)
+        if code := self._disturbance.tears(path):
+            return _error(environ, start_response, 503, code, "Please reduce your request rate.")
         is_new = self._disturbance.lags and not self._exists(environ, path)
         status, headers, body = _collect(self.behind, environ)
         if status.startswith("200") and "uploads" not in environ["QUERY_STRING"]:
@@ -166,8 +169,9 @@ class Front:
         if environ.get("HTTP_X_EMULATOR_KEY") != self.keys.access_key:
             return _error(environ, start_response, 403, "AccessDenied", "Access Denied")
         self._disturbance.set(**wanted)
-        start_response("204 No Content", [])
-        return []
+        body = json.dumps({"torn": self._disturbance.torn}).encode()
+        start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+        return [body]
 
 
 def _request(environ: Environ) -> Request:

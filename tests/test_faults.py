@@ -23,6 +23,9 @@ def test_the_language() -> None:
         20.0,
     )
     assert parse("") == parse(" ; ") == Faults()
+    assert parse("tear publish v7; hang proxy 3s after 2s; jobs 500-after-create") == Faults(
+        (Fault("tear", "publish", 7, step=0), Fault("hang", "proxy", after_s=2.0, for_s=3.0)), jobs_500=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,8 @@ def test_unknown_words_are_refused_with_the_known_ones(spec: str) -> None:
         ("bucket 503 5%", True),
         ("bucket lag 1s", True),
         ("bucket away 1s at step 2", True),
-        ("kill proxy at step 2; mount lag 1s", False),
+        ("tear publish v2", True),
+        ("kill proxy at step 2; mount lag 1s; jobs 500-after-create", False),
     ],
 )
 def test_which_faults_need_a_bucket_that_can_misbehave(spec: str, expected: bool) -> None:
