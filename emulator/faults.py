@@ -3,9 +3,9 @@
     kill replica[1] at step 30; preempt trainer after 60s; kill proxy at step 10; bucket 503 5%; bucket lag 2.5s;
     bucket away 60s at step 20; mount missing 30s; tear publish v7; jobs 500-after-create
 
-`kill` is SIGKILL, `preempt` is SIGTERM, `hang` is SIGSTOP for a while. `tear publish` kills the proxy when the files of a
-version are in the bucket and its manifest is not. With `jobs 500-after-create` the Hub makes every Job it is asked for
-and says that it failed. Pure: parsing, and which faults are due.
+`kill` is SIGKILL, `preempt` is SIGTERM, `hang` is SIGSTOP for a while. `tear publish` kills the proxy when a version's
+files are in the bucket and its manifest is not. With `jobs 500-after-create` the Hub makes every Job and says that it
+failed. Pure: parsing, and which faults are due.
 """
 
 import difflib
