@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # ./build.sh emulate [RECIPE] [OPTIONS]   train on this machine: 2 replicas, proxy, trainer, bucket (default: digit)
 # ./build.sh test [PYTEST OPTIONS]        all tests
+# ./build.sh test-matrix [TRL VERSION...] the real loop with each supported TRL (4 minutes; not part of test)
 # ./build.sh check                        lint, format and types
 # ./build.sh build                        dist/asyncgrpo.pyz
 # ./build.sh bench routing|proxy [--json] figures of a part beside its alternatives
@@ -46,6 +47,7 @@ setup() { # one caller at a time; the archive is made while pip waits for the ne
     "$bin/python" "$root/tools/make_pyz.py" &
     install
     wait $!
+    ln -sf "$root/dist/asyncgrpo.pyz" "$bin/asyncgrpo"
   } >&2 9>"$root/.setup.lock"
 }
 
@@ -59,6 +61,10 @@ case $command in
   test)
     setup
     cd "$root" && exec "$bin/python" -m pytest "$@"
+    ;;
+  test-matrix)
+    setup
+    exec "$bin/python" "$root/tools/trl_matrix.py" "$@"
     ;;
   check)
     setup
@@ -78,7 +84,7 @@ case $command in
     exec "$bin/python" "$root/dist/asyncgrpo.pyz" bench "$@"
     ;;
   *)
-    sed -n '2,8s/^# //p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,9s/^# //p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac
