@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from emulator import fuse
 from tests.e2e.test_emulate import QUICK, emulate
 from tests.stores import installed
 
@@ -15,6 +16,7 @@ def test_digit_learns_over_a_mounted_bucket_and_https(tmp_path: Path) -> None:
     arguments = ["--transport", "mount", "--tls", "--steps", "60"]
     status, summary, words = emulate(tmp_path, "digit", *arguments, "--json", timeout_s=420)
     assert status == 0 and summary is not None, words
+    assert ("volumes: FUSE" in words) == (fuse.absent() is None)
     assert (summary["transport"], summary["steps"], summary["orphans"]) == ("mount", 60, 0)
     assert summary["rollouts_lost"] == 0 and summary["generation_stall_s"] == 0
     assert summary["weight_sync_s_p50"] <= 0.5  # acknowledged when published: the trainer does not wait for the mount
