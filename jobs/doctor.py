@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import sys
 import uuid
@@ -144,9 +145,10 @@ def check_machine() -> list[Finding]:
     found.append(Finding("gpus", None, ", ".join(cards) or "none here (Jobs have their own)"))
     here = packages.here()
     found += [_package(name, here) for name in ("torch", "vllm", "trl", "peft")]
-    fuse = os.access("/dev/fuse", os.R_OK | os.W_OK)
+    needs = {"/dev/fuse": os.access("/dev/fuse", os.R_OK | os.W_OK), "fusermount3": shutil.which("fusermount3")}
+    lacking = " and no ".join(name for name, there in needs.items() if not there)
     found.append(
-        Finding("fuse", None, "/dev/fuse" if fuse else "no /dev/fuse: transport mount is not for this machine")
+        Finding("fuse", None, f"no {lacking}: emulated volumes are directories" if lacking else ", ".join(needs))
     )
     try:
         with socket.socket() as listener:
