@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.tiny import CHAT_TEMPLATE, END, PAD, RESPONSE_TEMPLATE, START
+from jobs.tiny import CHAT_TEMPLATE, END, PAD, RESPONSE_TEMPLATE, START, byte_level_bpe
 
 if TYPE_CHECKING:
     import datasets
@@ -107,46 +107,12 @@ def weights(shape: dict[str, Any]) -> Iterator[tuple[str, "torch.Tensor"]]:
 def tokenizer() -> dict[str, Any]:
     """A byte-level BPE with as many tokens as Qwen's: all bytes, then short words. Without merges a text is its bytes,
     but what is generated is words, and costs as much to turn into text as Qwen's."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     vocabulary = {character: index for index, character in enumerate(_bytes())}
     for word in _words():
         if len(vocabulary) == WORDS:
             break
         vocabulary[word] = len(vocabulary)
-    added = [
-        {
-            "id": index,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for token, index in SPECIAL.items()
-    ]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": {"type": "NFC"},
-        "pre_tokenizer": byte_level,
-        "post_processor": byte_level,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": [],
-        },
-    }
+    return byte_level_bpe(vocabulary, SPECIAL)
 
 
 def _bytes() -> list[str]:

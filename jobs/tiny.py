@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -273,25 +273,21 @@ def _config() -> dict[str, Any]:
 
 
 def _tokenizer() -> dict[str, Any]:
-    """A byte-level BPE without merges. transformers 5 loads the tokenizer of every qwen2 checkpoint as one."""
     visible = {" ": "\u0120", "\n": "\u010a"}  # how byte-level BPE spells these two bytes
+    vocabulary = {visible.get(token, token): index for token, index in _INDEX.items()}
+    return byte_level_bpe(vocabulary, {token: _INDEX[token] for token in (PAD, START, END)})
+
+
+def byte_level_bpe(vocabulary: Mapping[str, int], special: Mapping[str, int]) -> dict[str, Any]:
+    """A `tokenizer.json`: byte-level BPE without merges. transformers 5 loads the tokenizer of every qwen2 checkpoint
+    as one."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {
-                "id": _INDEX[token],
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for token in (PAD, START, END)
-        ],
+        "added_tokens": [{"id": index, "content": token, **flags, "special": True} for token, index in special.items()],
         "normalizer": {"type": "NFC"},
         "pre_tokenizer": byte_level,
         "post_processor": byte_level,
@@ -305,7 +301,7 @@ def _tokenizer() -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {visible.get(token, token): index for token, index in _INDEX.items()},
+            "vocab": dict(vocabulary),
             "merges": [],
         },
     }
