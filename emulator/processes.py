@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from emulator.job_log import JobLog
+from emulator.network import Member
 from emulator.reaper import in_group, kill_group, marked
 
 LAST_WORDS_S = 1.0
@@ -81,10 +82,24 @@ class JobProcess:
 
     @classmethod
     def start(
-        cls, command: Sequence[str], environment: Mapping[str, str], directory: Path, job_id: str, log: JobLog
+        cls,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        directory: Path,
+        job_id: str,
+        log: JobLog,
+        member: Member | None = None,
     ) -> JobProcess:
-        """Start a command in a session of its own. Raises CannotStart."""
-        popen = _spawn(command, environment, directory)
+        """Start a command in a session of its own, and as a member of a network group. Raises CannotStart."""
+        try:
+            words = resolve(command, environment["PATH"])
+            if member is None:
+                popen = _spawn(words, environment, directory)
+            else:
+                with member.entrance(words) as (entering, descriptor):
+                    popen = _spawn(entering, environment, directory, descriptor)
+        except (OSError, ValueError) as error:
+            raise CannotStart(f"{command[0]}: {error.strerror if isinstance(error, OSError) else error}") from error
         if popen.stdout is None:
             raise AssertionError("Popen gives a pipe when asked for one")
         return cls(popen, job_id, _Output(popen.stdout, log))
@@ -131,20 +146,20 @@ class JobProcess:
             await self._ended.wait()
 
 
-def _spawn(command: Sequence[str], environment: Mapping[str, str], directory: Path) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
-            resolve(command, environment["PATH"]),
-            env=dict(environment),
-            cwd=directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            bufsize=0,
-            start_new_session=True,
-        )
-    except (OSError, ValueError) as error:
-        raise CannotStart(f"{command[0]}: {error.strerror if isinstance(error, OSError) else error}") from error
+def _spawn(
+    command: Sequence[str], environment: Mapping[str, str], directory: Path, *descriptors: int
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        env=dict(environment),
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,
+        start_new_session=True,
+        pass_fds=descriptors,
+    )
 
 
 def resolve(command: Sequence[str], path: str) -> list[str]:

@@ -18,6 +18,7 @@ from emulator.job_environment import IMAGES, Image, Places
 from emulator.job_log import STARTED, JobLog
 from emulator.jobs_state import BadRequest, Expose, Job, JobSpec, JobTable, Owner, Stage, now, timestamp
 from emulator.live_mount import LiveMount
+from emulator.network import Member, Network
 from emulator.processes import CannotStart, JobProcess
 from emulator.slots import Slots
 from emulator.volumes import NoSuchVolume, Volumes
@@ -43,13 +44,14 @@ class Running:
 
     job: Job
     log: JobLog
+    member: Member | None = None
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     process: JobProcess | None = None
     killed: bool = False
     """Whether SIGKILL ended its last process: what its mounts had not uploaded by then is lost."""
     routes: dict[int, Route] = field(default_factory=dict)
     binds: dict[int, int] = field(default_factory=dict)
-    """Exposed port -> local port the Job is asked to bind instead."""
+    """Exposed port -> local port the Job is asked to bind instead. A member of a network group has ports of its own."""
     task: asyncio.Task[None] | None = None
 
 
@@ -75,6 +77,7 @@ class Runner:
         self.root, self.logs = root, logs
         self.gateway, self.volumes, self.slots = gateway, volumes, slots
         self.mark, self.report, self.images, self.grace_s = mark, report, images, grace_s
+        self.network = Network()
         self._running: dict[str, Running] = {}
         self._freed = asyncio.Event()
 
@@ -83,13 +86,16 @@ class Runner:
         image = job_environment.find_image(spec.image, self.images)
         if image is None:
             raise BadRequest(f"image {spec.image!r} has no stand-in here: one of {', '.join(self.images)}")
-        if spec.network:
-            # Names that other processes of this machine resolve, and ports that are each Job's own, take privileges.
-            raise BadRequest('"network": groups are not emulated; expose ports and use their URLs')
+        if spec.network and (lacking := await asyncio.to_thread(self.network.missing, self.root)):
+            raise BadRequest(
+                f'"network": this machine cannot keep groups apart ({lacking}): they take Linux with user namespaces,'
+                " /etc/hosts and seccomp notifications. Expose ports and use their URLs"
+            )
         if reason := self.slots.impossible(spec.flavor):
             raise BadRequest(f'"flavor": {reason}')
         job = self.table.create(owner, initiator, spec, initiator_type)
-        running = Running(job, JobLog(self.logs / f"{job.id}.log"))
+        member = self.network.member(owner, job.id, spec, self.root / job.id)
+        running = Running(job, JobLog(self.logs / f"{job.id}.log"), member)
         self._running[job.id] = running
         await self.expose(job, spec.expose)
         running.task = asyncio.create_task(self._live(running, image), name=f"job-{job.id}")
@@ -131,7 +137,8 @@ class Runner:
                 route.public = port in expose.public
         for port in expose.ports:
             if port not in running.routes:
-                running.binds.setdefault(port, ports.free_port(self._bound()))
+                if running.member is None:
+                    running.binds.setdefault(port, ports.free_port(self._bound()))
                 running.routes[port] = await self.gateway.open(
                     job.id, port, port in expose.public, self._locator(running, port)
                 )
@@ -149,6 +156,8 @@ class Runner:
             nonlocal elsewhere
             if running.process is None:
                 return None
+            if running.member is not None:
+                return f"{running.member.own.shared}:{port}"
             if refused:
                 elsewhere = not elsewhere and await asyncio.to_thread(
                     ports.listens, await asyncio.to_thread(running.process.pids), port
@@ -203,8 +212,13 @@ class Runner:
             binds = {port: f"{ports.LOOPBACK}:{local}" for port, local in running.binds.items()}
             environment = job_environment.environment(spec, job.id, image, places, mounts, binds, devices, self.mark)
             command = job_environment.command(spec, image, mounts, binds)
+            if running.member:
+                environment |= running.member.environment()
+                self.network.join(running.member)
             return await self._attempts(running, command, environment, places)
         finally:
+            if running.member:
+                self.network.leave(running.member)
             following.cancel()
             await asyncio.wait([following])  # a step under way is finished before the last one
             for mount in live if not running.killed else ():
@@ -234,7 +248,7 @@ class Runner:
         deadline: float | None = None
         while True:
             running.log.write(f"{STARTED} at {timestamp(now())} =====")
-            process = JobProcess.start(command, environment, places.work, job.id, running.log)
+            process = JobProcess.start(command, environment, places.work, job.id, running.log, running.member)
             self.report(process.group, True)
             running.process = process
             job.start()

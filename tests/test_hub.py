@@ -186,7 +186,7 @@ def test_secrets_are_answered_by_name_only(emulator, api, run):
         ({"timeout": -5}, "timeoutSeconds"),
         ({"labels": {"a": "b/c"}}, "labels"),
         ({"network_group": "Not Lower"}, "network.group"),
-        ({"network_group": "train", "network_aliases": ["a"]}, "groups are not emulated"),
+        ({"network_group": "train", "network_aliases": ["a_b"]}, "network.aliases"),
         ({"volumes": [Volume(type="bucket", source="local/b", mount_path="relative")]}, "mountPath"),
     ],
 )

@@ -1,0 +1,196 @@
+"""Whose address a call means, and what a program sees that shares its ports with nobody."""
+
+import socket
+import subprocess
+import sys
+from ipaddress import IPv4Address
+from pathlib import Path
+
+import pytest
+
+from emulator import member
+from emulator.member import CALLS, filter_code
+from emulator.network import Member, Network
+from emulator.own_ports import Bound, Own, parse
+
+OWN, OTHER = Own("127.64.7.1", "127.128.7.1"), Own("127.64.7.2", "127.128.7.2")
+
+
+@pytest.mark.parametrize(
+    ("data", "meant"),
+    [
+        (b"\x02\x00\x1f\x40\x7f\x00\x00\x01", ("127.0.0.1", 8000)),
+        (b"\x02\x00\x00\x50\x00\x00\x00\x00" + bytes(8), ("0.0.0.0", 80)),
+        (b"\x0a\x00\x1f\x40" + bytes(4) + bytes(16) + bytes(4), ("0.0.0.0", 8000)),
+        (b"\x0a\x00\x1f\x40" + bytes(4) + bytes(15) + b"\x01" + bytes(4), ("127.0.0.1", 8000)),
+        (b"\x0a\x00\x1f\x40" + bytes(4) + bytes(10) + b"\xff\xff\x0a\x00\x00\x07" + bytes(4), ("10.0.0.7", 8000)),
+        (b"\x0a\x00\x1f\x40" + bytes(4) + b"\x20\x01" + bytes(14) + bytes(4), None),
+        (b"\x01\x00/tmp/socket", None),
+        (b"\x02\x00\x1f", None),
+        (b"", None),
+    ],
+)
+def test_addresses_of_calls(data, meant):
+    assert parse(data) == (meant and (IPv4Address(meant[0]), meant[1]))
+
+
+def test_what_is_bound_to_all_interfaces_is_the_peers_and_the_rest_is_the_jobs_own():
+    bound = Bound(OWN, {8000: OWN.shared, 8001: OWN.private})
+    assert bound.to_bind(IPv4Address("0.0.0.0")) == OWN.shared
+    assert bound.to_bind(IPv4Address("127.0.0.1")) == OWN.private
+    assert bound.to_bind(IPv4Address("10.0.0.7")) is None
+    assert bound.to_connect(IPv4Address("127.0.0.1"), 8000) == OWN.shared
+    assert bound.to_connect(IPv4Address("0.0.0.0"), 8001) == OWN.private
+    assert bound.to_connect(IPv4Address("127.0.0.1"), 8002) is None  # the Hub's, say
+    assert bound.to_connect(IPv4Address("10.0.0.7"), 8000) is None
+
+
+@pytest.mark.parametrize("machine", CALLS)
+def test_the_filter_asks_about_two_calls_of_its_architecture_alone(machine):
+    calls = CALLS[machine]
+
+    def run(architecture, number):
+        at, loaded, steps = 0, 0, filter_code(calls)
+        while True:
+            code, yes, no, value = member.STEP.unpack_from(steps, member.STEP.size * at)
+            at += 1
+            if code == 0x20:
+                loaded = {0: number, 4: architecture}[value]
+            elif code == 0x15:
+                at += yes if loaded == value else no
+            else:
+                return value
+
+    asked, allowed = 0x7FC00000, 0x7FFF0000
+    assert [run(calls.architecture, n) for n in (calls.bind, calls.connect)] == [asked, asked]
+    assert {run(calls.architecture, n) for n in range(460) if n not in (calls.bind, calls.connect)} == {allowed}
+    assert run(calls.architecture + 1, calls.bind) == allowed
+
+
+@pytest.fixture
+def inside(tmp_path):
+    """Run code as a member with an address and a hosts file of its own."""
+    if lacking := Network().missing(tmp_path):
+        pytest.skip(lacking)
+    started = []
+
+    def inside(code, own=OWN):
+        place = Member(str(len(started)), "it", (), own, tmp_path / f"hosts{len(started)}")
+        place.hosts.write_text("127.0.0.1 localhost\n")
+        with place.entrance([sys.executable, "-c", code]) as (command, descriptor):
+            started.append(subprocess.Popen(command, pass_fds=[descriptor], stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield inside
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+SERVER = """
+import socket, sys
+server = socket.create_server((%r, %d))
+print(*server.getsockname(), flush=True)
+while True:
+    with server.accept()[0] as connection:
+        connection.sendall(%r)
+"""
+
+
+def told(address):
+    with socket.create_connection(address, timeout=10) as connection:
+        return connection.recv(100)
+
+
+def test_two_programs_listen_on_one_port_and_neither_knows(inside, free_port):
+    for own, words in ((OWN, b"one"), (OTHER, b"two")):
+        assert inside(SERVER % ("", free_port, words), own).stdout.readline().split() == [own.shared, str(free_port)]
+    assert [told((own.shared, free_port)) for own in (OWN, OTHER)] == [b"one", b"two"]
+    with pytest.raises(ConnectionRefusedError):  # they are not this machine's
+        told(("127.0.0.1", free_port))
+
+
+def test_what_listens_on_loopback_is_no_peers_business(inside, free_port):
+    assert inside(SERVER % ("127.0.0.1", free_port, b"own")).stdout.readline().split()[0] == OWN.private
+    with pytest.raises(ConnectionRefusedError):
+        told((OWN.shared, free_port))
+
+
+TALKS_TO_ITSELF = """
+import asyncio, socket, threading
+async def main():
+    async def answer(reader, writer):
+        writer.write(b"me")
+        writer.close()
+    async with await asyncio.start_server(answer, %(host)r, 0 if %(host)r else %(port)d) as server:
+        port = next(each.getsockname()[1] for each in server.sockets if each.family == socket.AF_INET)
+        for name in ("127.0.0.1", "localhost", "::ffff:127.0.0.1", "::1"):
+            reader, writer = await asyncio.open_connection(name, port)
+            print((await reader.read()).decode(), end=" ")
+            writer.close()
+asyncio.run(main())
+server = socket.create_server(("127.0.0.1", 0))
+client = threading.Thread(target=lambda: print(socket.create_connection(server.getsockname()).recv(9).decode(), end=""))
+client.start()
+with server.accept()[0] as connection:
+    connection.sendall(b"waited")
+client.join()
+"""
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+def test_a_program_reaches_itself_by_every_name(inside, free_port, host):
+    assert inside(TALKS_TO_ITSELF % {"host": host, "port": free_port}).stdout.read() == "me me me me waited"
+
+
+CHILD_OF_A_THREAD = """
+import socket, subprocess, sys, threading
+code = "import socket; print(socket.create_server(('', 0)).getsockname()[0], flush=True)"
+def work():
+    subprocess.run([sys.executable, "-c", code], check=True)
+    print(socket.create_server(("", 0)).getsockname()[0], flush=True)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+    datagrams.bind(("0.0.0.0", 0))
+    print(datagrams.getsockname()[0])
+with socket.socket(socket.AF_UNIX) as unix, socket.socket(socket.AF_UNIX) as client:
+    unix.bind("\\0asyncgrpo-test-" + %r)
+    unix.listen()
+    client.connect(unix.getsockname())
+try:
+    socket.create_server(("203.0.113.1", 0))
+except OSError as error:
+    print(error.errno)
+"""
+
+
+def test_threads_children_and_what_is_left_to_the_kernel(inside, tmp_path):
+    told = inside(CHILD_OF_A_THREAD % tmp_path.name).stdout.read().split()
+    assert told == [OWN.shared, OWN.shared, "0.0.0.0", "99"]  # EADDRNOTAVAIL
+
+
+def test_a_port_that_is_taken_is_taken(inside, free_port):
+    code = f"import socket; a = socket.create_server(('', {free_port})); socket.socket().bind(('', {free_port}))"
+    running = inside(f"try:\n    exec({code!r})\nexcept OSError as error:\n    print(error.errno)")
+    assert running.stdout.read().split() == ["98"]  # EADDRINUSE
+
+
+def test_the_rest_of_the_machine_is_where_it_was(inside):
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        running = inside(f"import socket; socket.create_connection({hub.getsockname()!r}).sendall(b'asked')")
+        with hub.accept()[0] as connection:
+            assert connection.recv(9) == b"asked"
+        assert running.wait(10) == 0
+
+
+def test_what_the_machine_does_not_allow_is_said(tmp_path):
+    ours, handed = socket.socketpair()
+    with ours, handed:
+        command = [sys.executable, "-I", "-S", str(Path(member.__file__)), str(handed.fileno()), str(tmp_path / "none")]
+        done = subprocess.run(
+            [*command, "/bin/true"], pass_fds=[handed.fileno()], capture_output=True, text=True, timeout=20
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("network group: ") and "Traceback" not in done.stderr
