@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from huggingface_hub.constants import HF_HOME
 
 from emulator import gpus
 from emulator.bucket import BucketServer, MotoServer
@@ -33,7 +34,7 @@ from jobs.launch import Glance, Launch
 from jobs.plan import resolve
 from jobs.recipe import Recipe
 from jobs.roster import Role
-from jobs.site import Site
+from jobs.site import HUB, Site
 from jobs.spec import Engine, Transport
 
 log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ def _run(
             token=emulator.token,
             namespace=emulator.owner.name,
             bucket=emulator.bucket,
-            environment={"ASYNCGRPO_CACHE": str(cache_dir())},
+            environment=_of_this_machine(os.environ),
             poll_s=POLL_S,
             secrets=reward_server.secrets(os.environ),
         )
@@ -184,6 +185,13 @@ def _run(
             (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
             plot.reward_plot(progress.get("history") or [], f"{chosen.name}: {run}", folder / "reward.png")
     return summary
+
+
+def _of_this_machine(environ: Mapping[str, str]) -> dict[str, str]:
+    """What every Job may use of this machine: its caches, and the Hub that has models and data sets."""
+    hub = {"ASYNCGRPO_HUB": environ.get("HF_ENDPOINT") or HUB, "HF_HOME": HF_HOME}
+    offline = {name: environ[name] for name in ("HF_HUB_OFFLINE",) if name in environ}
+    return {"ASYNCGRPO_CACHE": str(cache_dir()), **hub, **offline}
 
 
 def _recipe(options: Options) -> Recipe:

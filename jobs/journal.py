@@ -1,7 +1,8 @@
 """The training child's journal: `metrics.jsonl` in the output directory, one JSON object a line, in order of writing.
 
 A line with `step` and without `event` holds the metrics of an optimizer step; a line with `event` tells something else:
-`phase` (name), `saved` (path of a checkpoint that is complete on disk), `reward_error` (function, count, error).
+`phase` (name), `planned` (max_steps), `saved` (path of a checkpoint that is complete on disk), `reward_error`
+(function, count, error).
 Every line has `time`, in Unix seconds. The rollout process writes here too: a line is one append, so none is torn.
 """
 

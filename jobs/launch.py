@@ -24,6 +24,7 @@ from jobs.plan import resolve
 from jobs.progress import progress_key
 from jobs.recipe import Recipe
 from jobs.roster import JobPlan, Role
+from jobs.script import dependencies
 from jobs.site import Site
 from jobs.spec import VLLM_SERVER, Engine, ModelRef, RunSpec, Transport, spec_key
 from jobs.summary import FIELDS, summary_key
@@ -320,9 +321,10 @@ class Launch:
 
     def _plan(self, role: Role, command: list[str], volumes: list[Volume], ports: list[int]) -> JobPlan:
         settings = self.recipe.jobs
-        command = [*command, "role", role]
-        if role == "trainer" and settings.trainer_packages and not self.site.local:
-            command = ["bash", "-c", f"{shlex.join([*PIP, *settings.trainer_packages])} && exec {shlex.join(command)}"]
+        command, script = [*command, "role", role], self.recipe.script
+        packages = [*settings.trainer_packages, *(dependencies(script.text) if script else [])]
+        if role == "trainer" and packages and not self.site.local:
+            command = ["bash", "-c", f"{shlex.join([*PIP, *packages])} && exec {shlex.join(command)}"]
         environment = {**self.site.bucket.environment(), "HF_ENDPOINT": self.site.endpoint, **self.site.environment}
         if any(volume.mount_path == MOUNT_DIR for volume in volumes):
             environment["ASYNCGRPO_MOUNT"] = MOUNT_DIR

@@ -54,6 +54,18 @@ def obtain(model: ModelRef, bucket: Bucket, environ: Mapping[str, str]) -> str:
     return str(directory)
 
 
+def hub_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` for a process that reads models or data sets from the Hub.
+
+    ASYNCGRPO_HUB names that Hub where it is not the one that runs the Jobs: the emulator has Jobs alone, and its token
+    opens nothing elsewhere.
+    """
+    hub = environ.get("ASYNCGRPO_HUB")
+    if not hub:
+        return dict(environ)
+    return {name: value for name, value in environ.items() if name != "HF_TOKEN"} | {"HF_ENDPOINT": hub}
+
+
 def weights_bytes(model: str) -> int | None:
     """Size of the weights in a model's directory; None for an id on the Hub."""
     files = list(Path(model).glob("*.safetensors"))

@@ -70,7 +70,7 @@ class Operation:
             "reason": progress.get("reason"),
             "attempt": progress.get("attempt"),
             "step": progress.get("step", 0),
-            "max_steps": progress.get("max_steps") or self.spec.recipe.trainer.get("max_steps"),
+            "max_steps": progress.get("max_steps") or self.spec.recipe.settings.get("max_steps"),
             "reward": (progress.get("metrics") or {}).get("reward"),
             "leader": _read(self.bucket, leader.leader_key(self.run)).get("who"),
             "replicas_wanted": self.spec.recipe.replica.count if asked is None else asked,

@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub import JobHardwareInfo
 
 from jobs import costs
+from jobs import script as scripts
 from jobs.errors import ConfigError
 from jobs.manifest import RANKS
 from jobs.recipe import Recipe
@@ -24,10 +25,12 @@ def resolve(recipe: Recipe) -> Recipe:
     """The recipe with every flag of the engines filled in that follows from the rest. What it says itself stays.
 
     Raises:
-        ConfigError: lora.r is larger than any rank that vLLM serves.
+        ConfigError: lora.r is larger than any rank that vLLM serves, or only the run could tell the rank.
     """
-    said, rank = recipe.replica.vllm, recipe.lora.r
-    fitting = [each for each in RANKS if each >= rank]
+    said, rank = recipe.replica.vllm, recipe.rank
+    if rank is None and "max_lora_rank" not in said:
+        raise ConfigError(scripts.NO_ADAPTER if recipe.stated.full else scripts.NO_RANK)
+    fitting = [each for each in RANKS if each >= (rank or 0)]
     if not fitting and "max_lora_rank" not in said:
         raise ConfigError(f"lora.r = {rank}: vLLM serves ranks up to {max(RANKS)}. Lower it.")
     slots = said.get("max_loras", staleness(recipe) + EXTRA_SLOTS)
@@ -45,13 +48,13 @@ def resolve(recipe: Recipe) -> Recipe:
 
 def staleness(recipe: Recipe) -> int:
     """How many syncs a sample may lag behind."""
-    return int(recipe.trainer.get("max_staleness", MAX_STALENESS))
+    return int(recipe.settings.get("max_staleness", MAX_STALENESS))
 
 
 def completions_per_step(recipe: Recipe, processes: int) -> int:
     """Completions of an optimizer step of a trainer with so many processes, one for each GPU."""
     batch, accumulated = (
-        recipe.trainer.get(name, default)
+        recipe.settings.get(name, default)
         for name, default in (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1))
     )
     return int(batch * accumulated * processes)
@@ -59,7 +62,7 @@ def completions_per_step(recipe: Recipe, processes: int) -> int:
 
 def in_flight(recipe: Recipe, processes: int) -> int:
     """Completions that TRL keeps going at a time, over all replicas (TRL 1.16)."""
-    said = int(recipe.trainer.get("max_inflight_tasks", -1))
+    said = int(recipe.settings.get("max_inflight_tasks", -1))
     return said if said >= 0 else max(staleness(recipe), 1) * completions_per_step(recipe, processes)
 
 
@@ -176,7 +179,7 @@ def derived(recipe: Recipe, trainer_gpus: int | None) -> dict[str, Any]:
 
     Completions a step: per_device_train_batch_size x gradient_accumulation_steps x GPUs (TRL 1.16).
     """
-    trainer, vllm = recipe.trainer, recipe.replica.vllm
+    trainer, vllm = recipe.settings, recipe.replica.vllm
     processes = max(1, trainer_gpus or 1)
     batch = completions_per_step(recipe, processes)
     lag = staleness(recipe)

@@ -2,16 +2,20 @@
 
 import ast
 import difflib
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
 from jobs import packages, versions
+from jobs import script as scripts
 from jobs.errors import ConfigError
 from jobs.manifest import RANKS, check_config
 from jobs.packages import Packages
 from jobs.recipe import Recipe
 from jobs.reward_server import RewardServer, is_url
 from jobs.roster import Role
+
+log = logging.getLogger(__name__)
 
 INSTALL = "Install the environment with ./build.sh, or pip install -r requirements/cpu.txt (gpu.txt on GPUs)."
 
@@ -21,7 +25,8 @@ SET_BY_US = {
     "use_cpu": "it follows from the machine",
     "report_to": "metrics go to the bucket",
 }
-"""Fields of `AsyncGRPOConfig` that a recipe cannot choose, and why."""
+"""Fields of `AsyncGRPOConfig` that a recipe cannot choose, and why. With a script of the user's own, who may want
+metrics elsewhere too, it can choose `report_to`."""
 
 
 NEEDED: dict[Role, tuple[str, ...]] = {"trainer": ("torch", "trl", "peft"), "replica": ("torch", "vllm")}
@@ -36,6 +41,7 @@ def check(recipe: Recipe, local: bool, pythons: Mapping[Role, str] | None = None
         ConfigError: the first thing that cannot work.
     """
     check_replicas(recipe)
+    check_script(recipe)
     check_adapter(recipe)
     check_lengths(recipe)
     check_versions(recipe)
@@ -52,6 +58,8 @@ def check_replicas(recipe: Recipe) -> None:
     for name, value in (("replica.count", recipe.replica.count), ("replica.engines", recipe.replica.engine_count)):
         if value < 1:
             raise ConfigError(f"{name} = {value}: at least 1 is needed.")
+    if recipe.reward is None:
+        return
     weights, functions = recipe.reward.weights, recipe.reward.functions
     if not functions:
         raise ConfigError("reward.functions is empty: name at least one as module:function.")
@@ -69,15 +77,34 @@ def check_replicas(recipe: Recipe) -> None:
             )
 
 
+def check_script(recipe: Recipe) -> None:
+    """The script trains an adapter, as far as can be seen; tells where its model is not the one that is served."""
+    if recipe.script is None:
+        return
+    versions.check_packages(f"dependencies of {recipe.script.name}", scripts.dependencies(recipe.script.text))
+    if recipe.lora is None and recipe.stated.full:
+        raise ConfigError(scripts.NO_ADAPTER)
+    if recipe.stated.model not in (None, recipe.model.id):
+        log.warning(
+            "%s trains %r; what is trained and served is the recipe's model.id = %r",
+            recipe.script.name,
+            recipe.stated.model,
+            recipe.model.id,
+        )
+
+
 def check_adapter(recipe: Recipe) -> None:
     """The adapter can be served by vLLM, and each replica has slots for all versions that can be asked for at once."""
     vllm, lora = recipe.replica.vllm, recipe.lora
     rank = vllm.get("max_lora_rank", 16)
     if rank not in RANKS:
         raise ConfigError(f"replica.vllm.max_lora_rank = {rank}: vLLM takes one of {', '.join(map(str, RANKS))}.")
-    targets = lora.target_modules
-    check_config({"r": lora.r, "target_modules": targets if isinstance(targets, list) else [targets]}, rank)
-    staleness = recipe.trainer.get("max_staleness", 4)
+    if lora is not None:
+        targets = lora.target_modules
+        check_config({"r": lora.r, "target_modules": targets if isinstance(targets, list) else [targets]}, rank)
+    elif recipe.rank is not None:
+        check_config(recipe.stated.adapter, rank)
+    staleness = recipe.settings.get("max_staleness", 4)
     slots = vllm.get("max_loras", staleness + 2)
     if slots < staleness + 2:
         raise ConfigError(
@@ -91,7 +118,7 @@ def check_adapter(recipe: Recipe) -> None:
 
 def check_lengths(recipe: Recipe) -> None:
     """A completion of full length leaves room for a prompt."""
-    length, completion = recipe.replica.vllm.get("max_model_len"), recipe.trainer.get("max_completion_length", 2048)
+    length, completion = recipe.replica.vllm.get("max_model_len"), recipe.settings.get("max_completion_length", 2048)
     if length is not None and completion >= length:
         raise ConfigError(
             f"trainer.max_completion_length = {completion}: with replica.vllm.max_model_len = {length} no token "
@@ -123,7 +150,7 @@ def _packages(python: str | None) -> Packages:
 def check_trainer_fields(recipe: Recipe, known: set[str]) -> None:
     """Each field of `trainer` is one that TRL's `AsyncGRPOConfig` has, and one that a recipe may set."""
     for name in recipe.trainer:
-        if name in SET_BY_US:
+        if name in SET_BY_US and not (recipe.script and name == "report_to"):
             raise ConfigError(f"trainer.{name} cannot be set: {SET_BY_US[name]}.")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -156,6 +183,8 @@ def trainer_fields(found: Packages) -> set[str]:
 
 def reward_servers(recipe: Recipe) -> list[RewardServer]:
     """The reward servers of a recipe; raises ConfigError for a URL that cannot be one."""
+    if recipe.reward is None:
+        return []
     named = enumerate(recipe.reward.functions)
     return [RewardServer(url, f"reward.functions[{i}]", recipe.reward.timeout_s) for i, url in named if is_url(url)]
 
@@ -187,8 +216,8 @@ def check_functions(recipe: Recipe) -> None:
     """Rewards (and a dataset given as a function) can be imported here, as the Jobs will do."""
     from jobs.rewards import resolve
 
-    for i, name in enumerate(recipe.reward.functions):
+    for i, name in enumerate(recipe.reward.functions if recipe.reward else []):
         if not is_url(name):
             resolve(name, f"reward.functions[{i}]")
-    if ":" in recipe.dataset.load:
+    if recipe.dataset and ":" in recipe.dataset.load:
         resolve(recipe.dataset.load, "dataset.load")

@@ -79,6 +79,8 @@ class Progress:
         if row.get("event") == "reward_error":
             self.reward_errors += int(row["count"])
             self.reward_error = f"{row['function']}: {row['error']}"
+        if row.get("event") == "planned":
+            self.max_steps = int(row["max_steps"])
         if not isinstance(row.get("step"), int) or "event" in row:
             return
         self.step = row["step"]

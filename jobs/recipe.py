@@ -12,7 +12,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from jobs import script as scripts
 from jobs.errors import ConfigError
+from jobs.script import Script, Stated
 
 Ack = Literal["published", "first", "all"]
 
@@ -56,6 +58,19 @@ class Lora:
     target_modules: str | list[str] = "all-linear"
     use_rslora: bool = False
 
+    def peft(self) -> Any:
+        """PEFT's `LoraConfig` of it; imports PEFT."""
+        from peft import LoraConfig
+
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.r,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=self.target_modules,
+            use_rslora=self.use_rslora,
+        )
+
 
 @dataclass(frozen=True)
 class Replica:
@@ -95,8 +110,9 @@ class JobSettings:
     `schedule_deadline_s` bounds that. `start_deadline_s` is what a running trainer gets until its first step,
     `ready_deadline_s` how long a running replica may not be ready before another takes its place, `lease_s` how long a
     replica outlives the last sign of its run, and how long a trainer may tell nothing. `trainer_packages` are installed
-    by pip in the trainer's Job before it starts: the image has vLLM, not TRL. Empty for an image that has it all.
-    `trainer_image` is that of the trainer, if it is another one than the replicas' `image`."""
+    by pip in the trainer's Job before it starts, with the packages that a script asks for in its inline metadata: the
+    image has vLLM, not TRL. Empty for an image that has it all. `trainer_image` is that of the trainer, if it is
+    another one than the replicas' `image`."""
 
     replica_flavor: str = "h200"
     trainer_flavor: str = "h200"
@@ -125,18 +141,40 @@ class JobSettings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All settings of a run. `trainer` holds fields of TRL's `AsyncGRPOConfig` under their own names."""
+    """All settings of a run. `trainer` holds fields of TRL's `AsyncGRPOConfig` under their own names.
+
+    A recipe names a data set and rewards, or a TRL script of the user's own (`trainer.script`, a path, and
+    `trainer.script_args`), which brings them. Where the recipe and its script both say something, the recipe holds:
+    `model`, each field of `trainer`, and `lora` if there is that section. The script's own values hold otherwise. TRL's
+    server, output directory and device are the run's in any case. `script` is the file as it was read; TOML has
+    `trainer.script` instead."""
 
     name: str
     model: Model
-    dataset: DatasetSource
-    reward: Reward
+    dataset: DatasetSource | None = None
+    reward: Reward | None = None
     description: str = ""
-    lora: Lora = field(default_factory=Lora)
+    lora: Lora | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
+    script: Script | None = None
     replica: Replica = field(default_factory=Replica)
     proxy: Proxy = field(default_factory=Proxy)
     jobs: JobSettings = field(default_factory=JobSettings)
+
+    @property
+    def stated(self) -> Stated:
+        """What the script says in plain literals; nothing without one."""
+        return scripts.stated(self.script.text) if self.script else Stated()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Fields of `AsyncGRPOConfig` as far as they are known before training: the recipe's, else the script's."""
+        return {**self.stated.config, **self.trainer}
+
+    @property
+    def rank(self) -> int | None:
+        """The adapter's rank; None if only the script can tell, by being run."""
+        return self.lora.r if self.lora else self.stated.rank
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as `from_dict` reads it."""
@@ -149,7 +187,16 @@ class Recipe:
         Raises:
             ConfigError: naming an unknown field (and the nearest known one), a missing one, or a value of another type.
         """
-        return _read(cls, values, source, "")
+        recipe = _read(cls, values, source, "")
+        for name in ("dataset", "reward"):
+            said = getattr(recipe, name) is not None
+            if recipe.script is None and not said:
+                raise ConfigError(f"{source}: {name} is missing (or name a trainer.script, which brings its own).")
+            if recipe.script is not None and said:
+                raise ConfigError(
+                    f"{source}: {name}: trainer.script brings its own. Remove the section, or the script."
+                )
+        return recipe if recipe.script or recipe.lora else dataclasses.replace(recipe, lora=Lora())
 
 
 def built_in() -> list[str]:
@@ -185,12 +232,14 @@ def load(recipe: str, config: str | None = None, overrides: Iterable[str] = ()) 
     Raises:
         ConfigError: no such recipe, not TOML (with the line), or a field that cannot be (with the nearest name).
     """
-    values = _parse(text(recipe), recipe)
+    values = _file(recipe)
     if config is not None:
-        _merge(values, _parse(text(config), config))
+        _merge(values, _file(config))
     for override in overrides:
         _apply(values, override)
     values.setdefault("name", Path(recipe).stem)
+    if isinstance(trainer := values.get("trainer"), dict) and (script := scripts.take(trainer)):
+        values["script"] = asdict(script)
     return Recipe.from_dict(values, config or recipe)
 
 
@@ -202,11 +251,17 @@ def override(recipe: Recipe, *overrides: str) -> Recipe:
     return Recipe.from_dict(values, f"recipe {recipe.name}")
 
 
-def _parse(toml: str, source: str) -> dict[str, Any]:
+def _file(source: str) -> dict[str, Any]:
+    """The fields of a built-in recipe or a TOML file. The path of a script in it is relative to the file."""
     try:
-        return tomllib.loads(toml)
+        values = tomllib.loads(text(source))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is not TOML: {error}") from error
+    if "script" in values:
+        raise ConfigError(f"{source}: unknown field script (did you mean trainer.script?).")
+    if isinstance(trainer := values.get("trainer"), dict) and isinstance(script := trainer.get("script"), str):
+        trainer["script"] = str(Path(source).parent / script)
+    return values
 
 
 def _merge(values: dict[str, Any], more: Mapping[str, Any]) -> None:

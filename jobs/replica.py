@@ -141,7 +141,7 @@ def engine_environment(
     }
     if place.gpus:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
-    return {**defaults, **environ, **own}
+    return {**defaults, **model_fetch.hub_environment(environ), **own}
 
 
 def run(environ: Mapping[str, str]) -> int:

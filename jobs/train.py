@@ -1,4 +1,6 @@
-"""`python -m jobs.train`: trains the recipe with TRL's AsyncGRPOTrainer. The trainer's supervisor starts it.
+"""`python -m jobs.train`: trains the recipe with TRL's AsyncGRPOTrainer, or runs its script, which does.
+
+The trainer's supervisor starts it.
 
 Reads ASYNCGRPO_SPEC_FILE (else the spec in the bucket), ASYNCGRPO_MODEL_DIR (the base model), ASYNCGRPO_SERVER_URL
 (what TRL takes for its vLLM server), ASYNCGRPO_RESUME (a checkpoint to go on from; optional) and ASYNCGRPO_PARENT (the
@@ -20,13 +22,15 @@ import os
 import signal
 import sys
 import traceback
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jobs import bundle, journal, packages, probe, processes, rewards, scoring, trl_patches
+from jobs import as_main, bundle, journal, packages, probe, processes, rewards, scoring, trl_patches
 from jobs.bucket import SHOWN_S, Bucket
 from jobs.errors import ConfigError
+from jobs.hooks import Hooks, Train
 from jobs.ranks import Ranks
 from jobs.recipe import Recipe
 from jobs.spec import RunSpec
@@ -102,17 +106,25 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
         spec = _read_spec(environ)
         _prepare_environment(spec)
         ranks = Ranks.join(environ)
+        script, as_script = spec.recipe.script, None
+        if script is not None:
+            file = Path(environ[journal.OUTPUT_DIR]).absolute().with_name("script") / script.name
+            as_script = as_main.become(file, script.text, script.args)
         on_cpu = _import_everything(stop)
         if ranks.first:
             log.info("trl %s, %s", packages.installed("trl"), "on the CPU" if on_cpu else "on a GPU")
             journal.phase("imported")
-        trainer = build(spec.recipe, environ, stop, on_cpu, ranks)
-        if ranks.first:
-            journal.phase("built")
-        return _train(trainer, environ, ranks)
+        if as_script is not None:
+            _run_script(as_script, spec.recipe, environ, stop, on_cpu, ranks)
+        else:
+            trainer = build(spec.recipe, environ, stop, on_cpu, ranks)
+            train_to_the_end(trainer, lambda resume: trainer.train(resume_from_checkpoint=resume), environ, ranks)
+    except Terminated:
+        return TERMINATED if ranks.first else 0
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return ConfigError.exit_status
+    return 0
 
 
 def build(recipe: Recipe, environ: Mapping[str, str], stop: Stop, on_cpu: bool, ranks: Ranks) -> Any:
@@ -122,10 +134,9 @@ def build(recipe: Recipe, environ: Mapping[str, str], stop: Stop, on_cpu: bool, 
         ConfigError: a field that AsyncGRPOConfig does not have, a dataset or reward that cannot be had, or an adapter
             that cannot be served.
     """
-    from peft import LoraConfig
-    from transformers import PrinterCallback
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
+    assert recipe.reward is not None and recipe.lora is not None
     scores = scoring.from_settings(recipe.reward)
     if ranks.first:
         scores.check_servers()
@@ -134,21 +145,71 @@ def build(recipe: Recipe, environ: Mapping[str, str], stop: Stop, on_cpu: bool, 
         reward_funcs=scores.columns,
         args=_config(recipe, environ, on_cpu, ranks),
         train_dataset=_dataset(recipe),
-        peft_config=LoraConfig(
-            task_type="CAUSAL_LM",
-            r=recipe.lora.r,
-            lora_alpha=recipe.lora.alpha,
-            lora_dropout=recipe.lora.dropout,
-            target_modules=recipe.lora.target_modules,
-            use_rslora=recipe.lora.use_rslora,
-        ),
+        peft_config=recipe.lora.peft(),
     )
+    attach(trainer, stop, ranks)
+    return trainer
+
+
+def attach(trainer: Any, stop: Stop, ranks: Ranks) -> None:
+    """Gives a new trainer the journal, and what makes it end when it is asked to."""
+    from transformers import PrinterCallback
+
     trainer.remove_callback(PrinterCallback)  # prints fifty numbers a step; the journal has them
     trainer.add_callback(_journal_callback(stop, ranks))
     trl_patches.bound_rollouts_ahead(trainer)
     if ranks.processes == 1:  # several can only end together, after a step
         trainer.rollout_queue = InterruptibleQueue(trainer.rollout_queue, stop)
-    return trainer
+    if ranks.first:
+        journal.phase("built")
+
+
+def _run_script(
+    as_script: types.ModuleType,
+    recipe: Recipe,
+    environ: Mapping[str, str],
+    stop: Stop,
+    on_cpu: bool,
+    ranks: Ranks,
+) -> None:
+    """Runs the recipe's script to its end.
+
+    Raises:
+        Terminated: SIGTERM ended its training.
+        ConfigError: a setting cannot work, or the script did not train.
+    """
+    resume = environ.get("ASYNCGRPO_RESUME")
+    left = {"ASYNCGRPO_RESUME": resume} if resume else {}
+
+    def train(trainer: Any, trl_train: Train) -> Any:
+        # A script that trains twice goes on from the checkpoint once.
+        own = {**environ, "ASYNCGRPO_RESUME": left.pop("ASYNCGRPO_RESUME", "")}
+        result = train_to_the_end(trainer, trl_train, own, ranks)
+        stop.training = False  # what the script does after it is not waited for
+        return result
+
+    check_fields(recipe)
+    settings = {
+        "disable_tqdm": True,
+        "vllm_server_timeout": SERVER_TIMEOUT_S,
+        "ddp_timeout": int(SERVER_TIMEOUT_S),
+        **recipe.trainer,
+        **own_fields(recipe, environ, on_cpu),
+    }
+    hooks = Hooks(
+        recipe,
+        settings,
+        environ["ASYNCGRPO_MODEL_DIR"],
+        lambda trainer: attach(trainer, stop, ranks),
+        train,
+        tell=ranks.first,
+    )
+    hooks.install()
+    as_main.run(as_script)
+    if stop.asked:  # and the script caught it
+        raise Terminated
+    if not hooks.trained:
+        raise ConfigError("trainer.script ended without training: it never called train() of an AsyncGRPOTrainer.")
 
 
 def _read_spec(environ: Mapping[str, str]) -> RunSpec:
@@ -163,7 +224,7 @@ def _prepare_environment(spec: RunSpec) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive the fork of the rollout process
     if not probe.gpus(os.environ):
         os.nice(CPU_NICENESS)
-    if spec.model.kind != "hub" and ":" in spec.recipe.dataset.load:
+    if spec.model.kind != "hub" and spec.recipe.dataset and ":" in spec.recipe.dataset.load:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is here: nothing to ask the Hub for
 
 
@@ -187,7 +248,8 @@ def _import_everything(stop: Stop) -> bool:
     return on_cpu
 
 
-def _config(recipe: Recipe, environ: Mapping[str, str], on_cpu: bool, ranks: Ranks) -> Any:
+def check_fields(recipe: Recipe) -> None:
+    """Raises ConfigError for a field of `trainer` that AsyncGRPOConfig has not, or that is not the recipe's to set."""
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
     known = [field.name for field in dataclasses.fields(AsyncGRPOConfig)]
@@ -198,18 +260,30 @@ def _config(recipe: Recipe, environ: Mapping[str, str], on_cpu: bool, ranks: Ran
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(f"trainer.{name}: TRL's AsyncGRPOConfig has no such field.{hint}")
+
+
+def own_fields(recipe: Recipe, environ: Mapping[str, str], on_cpu: bool) -> dict[str, Any]:
+    """The fields of AsyncGRPOConfig that follow from the machine and from the rest of the recipe."""
+    return {
+        "output_dir": environ[journal.OUTPUT_DIR],
+        "vllm_server_base_url": environ["ASYNCGRPO_SERVER_URL"],
+        "dtype": recipe.model.dtype,
+        **({"use_cpu": True, "bf16": False, "fp16": False} if on_cpu else {}),
+    }
+
+
+def _config(recipe: Recipe, environ: Mapping[str, str], on_cpu: bool, ranks: Ranks) -> Any:
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+
+    check_fields(recipe)
     fields: dict[str, Any] = {
         "report_to": "none",
         "disable_tqdm": True,
         "vllm_server_timeout": SERVER_TIMEOUT_S,
         "save_total_limit": 3,
         **recipe.trainer,
-        "output_dir": environ[journal.OUTPUT_DIR],
-        "vllm_server_base_url": environ["ASYNCGRPO_SERVER_URL"],
-        "dtype": recipe.model.dtype,
+        **own_fields(recipe, environ, on_cpu),
     }
-    if on_cpu:
-        fields |= {"use_cpu": True, "bf16": False}
     if ranks.processes > 1:
         fields.setdefault("ddp_timeout", int(SERVER_TIMEOUT_S))  # the others wait as long as the first one does
     try:
@@ -222,6 +296,7 @@ def _dataset(recipe: Recipe) -> "datasets.Dataset":
     import datasets
 
     source = recipe.dataset
+    assert source is not None
     if ":" in source.load:
         found = rewards.resolve(source.load, "dataset.load")(split=source.split)
     else:
@@ -239,9 +314,10 @@ def _journal_callback(stop: Stop, ranks: Ranks) -> Any:
     from transformers import TrainerCallback
 
     class Journal(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if ranks.first:
                 journal.phase("started")
+                journal.append({"event": "planned", "max_steps": state.max_steps})
             stop.training = True
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
@@ -262,20 +338,30 @@ def _journal_callback(stop: Stop, ranks: Ranks) -> Any:
     return Journal()
 
 
-def _train(trainer: Any, environ: Mapping[str, str], ranks: Ranks) -> int:
+def train_to_the_end(trainer: Any, train: Train, environ: Mapping[str, str], ranks: Ranks) -> Any:
+    """Trains, from the checkpoint that the environment names if there is one, and saves the adapter in `final/`.
+
+    `train` is TRL's own way to train; returns what it returns.
+
+    Raises:
+        Terminated: SIGTERM came first; the state after the last optimizer step is saved as a checkpoint.
+    """
+    from transformers.trainer_utils import TrainOutput
+
     resume = environ.get("ASYNCGRPO_RESUME") or None
     try:
-        if resume and _steps_done(resume) >= trainer.args.max_steps > 0:
+        if resume and (done := _steps_done(resume)) >= trainer.args.max_steps > 0:
             trainer._load_from_checkpoint(resume)  # train() would take one more step (transformers 5.17)
+            result = TrainOutput(done, 0.0, {})
         else:
-            trainer.train(resume_from_checkpoint=resume)
+            result = train(resume)
     except Terminated:
         if trainer.state.global_step > 0:
             trainer._save_checkpoint(trainer.model, trial=None)
             trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
-        return TERMINATED if ranks.first else 0
+        raise
     trainer.save_model(str(Path(environ[journal.OUTPUT_DIR]) / "final"))
-    return 0
+    return result
 
 
 def _steps_done(checkpoint: str) -> int:
@@ -289,6 +375,7 @@ def _run_and_leave() -> NoReturn:
     That takes a second, and native libraries fill the end of the log, where the reason of a failure should stand, with
     complaints about leaks. What multiprocessing has to do at the end is done: semaphores are freed, children end.
     """
+    own = sys.modules["__main__"]
     try:
         status = main()
     except SystemExit as end:
@@ -296,6 +383,8 @@ def _run_and_leave() -> NoReturn:
     except BaseException:
         traceback.print_exc()
         status = 1
+    if sys.modules["__main__"] is not own:  # a script's exit handlers have to run
+        sys.exit(status)
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()

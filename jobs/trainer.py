@@ -67,7 +67,7 @@ class Supervisor:
         self.output_dir = self.work_dir / "output"
         self.output_dir.mkdir(parents=True, exist_ok=True)
         self.metrics_file = self.output_dir / "metrics.jsonl"
-        self.progress = Progress(spec.run, attempt, int(spec.recipe.trainer.get("max_steps", 0)), time.time())
+        self.progress = Progress(spec.run, attempt, int(spec.recipe.settings.get("max_steps", 0)), time.time())
         if attempt > 1:
             self.progress.resume(_last_progress(bucket, spec.run))
         self.uploads = Uploads(bucket)
@@ -213,7 +213,8 @@ class Supervisor:
 
     def _start_training(self) -> subprocess.Popen[bytes]:
         model_dir = model_fetch.obtain(self.spec.model, self.bucket, self.environ)
-        environment = {**self.environ, **self._child_environment(), "ASYNCGRPO_MODEL_DIR": str(model_dir)}
+        environment = model_fetch.hub_environment({**self.environ, **self._child_environment()})
+        environment["ASYNCGRPO_MODEL_DIR"] = str(model_dir)
         found = checkpoints.find_latest(self.bucket, self.spec.run) if self.attempt > 1 else None
         if found is not None:
             for step, why in found.skipped.items():
