@@ -1,7 +1,8 @@
 """Adapters on a replica's own disk: fetched by what their manifest says, or not at all.
 
-A replica keeps an adapter's files for as long as it lives, since vLLM reads them again whenever it has evicted the
-adapter, and its engine ends when they are gone by then (measured, vLLM 0.31). All engines of a Job share one store.
+An adapter's files stay for as long as its name can be asked for, since vLLM reads them again whenever it has evicted
+the adapter, and its engine ends when they are gone by then (measured, vLLM 0.31). All engines of a Job share one store:
+the weights go when the last engine has unloaded them; the manifest stays, and with it what the name stands for.
 """
 
 import fcntl
@@ -9,6 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +29,9 @@ WAIT_S = 5.0
 """How long a fetch waits for what is not visible yet, before whoever asked is told to ask again. Twice the lag of the
 Hub's bucket (2.5 s)."""
 POLL_S = 0.1
+UNUSED_S = 60.0
+"""How long weights are kept after the last engine unloaded them: an engine may still hold a request that was cancelled
+just before, which takes it milliseconds to notice."""
 
 T = TypeVar("T")
 
@@ -76,10 +81,16 @@ class Mount:
 
 @dataclass(frozen=True)
 class Stored:
-    """An adapter on this machine: `directory` holds exactly the files of `manifest`."""
+    """An adapter on this machine: `directory` holds the files of `manifest` and no others, all of them if it is
+    `whole`."""
 
     directory: Path
     manifest: Manifest
+
+    @property
+    def whole(self) -> bool:
+        """Whether its weights are there: they go when nobody uses them."""
+        return all((self.directory / name).exists() for name in self.manifest.files)
 
 
 class AdapterStore:
@@ -94,6 +105,9 @@ class AdapterStore:
         self.source = source
         self.wait_s = wait_s
         self._key = key
+        self._using: dict[str, int] = {}
+        self._unused_since: dict[str, float] = {}
+        self._lock = threading.Lock()
         root.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, wire: str, key: str) -> Stored:
@@ -117,7 +131,7 @@ class AdapterStore:
                 return self._fetch(wire, key)
             except AdapterNotVisible as error:
                 held = self.held(wire)
-                if held is not None:
+                if held is not None and held.whole:
                     log.warning("%s: using the copy that is here, for %s", wire, error)
                     return held
                 if time.monotonic() + POLL_S > deadline:
@@ -125,25 +139,65 @@ class AdapterStore:
             time.sleep(POLL_S)
 
     def held(self, wire: str) -> Stored | None:
-        """The adapter called `wire` if it is on this machine, without asking anybody."""
+        """What `wire` stands for if it ever was on this machine, without asking anybody."""
         directory = self.root / wire
         try:
             return Stored(directory, Manifest.from_json((directory / MANIFEST_FILE).read_bytes()))
         except FileNotFoundError:
             return None
 
+    def use(self, wire: str) -> None:
+        """This engine may read the adapter's files from now on: they stay. To be called before `fetch`."""
+        with self._lock:
+            self._unused_since.pop(wire, None)
+            if wire not in self._using:
+                self._using[wire] = self._open(wire, fcntl.LOCK_SH)
+
+    def release(self, wire: str, now: float) -> None:
+        """This engine has unloaded the adapter; `now` is in s. Deletes the weights of what no engine of this replica
+        has used for UNUSED_S."""
+        with self._lock:
+            if (file := self._using.pop(wire, None)) is not None:
+                os.close(file)
+                self._unused_since[wire] = now
+            for each in [each for each, since in self._unused_since.items() if now - since >= UNUSED_S]:
+                del self._unused_since[each]
+                self._delete(each)
+
+    def _delete(self, wire: str) -> None:
+        try:
+            file = self._open(wire, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another engine has it, and will delete it
+            return
+        try:
+            for path in (self.root / wire).iterdir():
+                if path.name != MANIFEST_FILE:
+                    path.unlink()
+        except FileNotFoundError:  # it never came
+            pass
+        finally:
+            os.close(file)
+
+    def _open(self, wire: str, lock: int) -> int:
+        """A lock among the engines: shared by those that use the adapter. It ends with the process, however that does."""
+        file = os.open(self.root / f".{wire}.used", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, lock)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
+
     def _fetch(self, wire: str, key: str) -> Stored:
         manifest = self._manifest(wire, key)
         with self._locked(wire):
             held = self.held(wire)
-            if held is None:
-                return self._download(wire, key, manifest)
-        if held.manifest.digest != manifest.digest:
-            raise AdapterRejected(
-                f"{wire} stands for digest {held.manifest.digest[:12]} on this replica for ever, and its manifest now "
-                f"says {manifest.digest[:12]}. Publish other weights under another version."
-            )
-        return held
+            if held is not None and held.manifest.digest != manifest.digest:
+                raise AdapterRejected(
+                    f"{wire} stands for digest {held.manifest.digest[:12]} on this replica for ever, and its manifest "
+                    f"now says {manifest.digest[:12]}. Publish other weights under another version."
+                )
+            return held if held is not None and held.whole else self._download(wire, key, manifest)
 
     def _manifest(self, wire: str, key: str) -> Manifest:
         data = self._visible(lambda: self.source.get(key))
@@ -167,8 +221,13 @@ class AdapterStore:
                 manifest.verify_files(staging)
             except ConfigError as error:
                 raise self._differs(str(error)) from error
-            (staging / MANIFEST_FILE).write_bytes(manifest.to_json())
-            staging.rename(self.root / wire)
+            directory = self.root / wire
+            if directory.exists():  # with the manifest that weights are fetched for again
+                for name in manifest.files:
+                    (staging / name).rename(directory / name)
+            else:
+                (staging / MANIFEST_FILE).write_bytes(manifest.to_json())
+                staging.rename(directory)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         return Stored(self.root / wire, manifest)

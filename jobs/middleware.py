@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from jobs.adapter_store import AdapterNotVisible, AdapterRejected, AdapterStore,
 from jobs.bucket import Bucket
 from jobs.errors import ConfigError
 from jobs.http import KEY_HEADER
+from jobs.names import parse_wire
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest:"
 LOAD = "/v1/load_lora_adapter"
+UNLOAD = "/v1/unload_lora_adapter"
 REPLICA = "/asyncgrpo/replica"
 ADAPTERS = "/adapters"
 """vLLM's second way to load (for SageMaker), which takes any path of the machine: closed."""
@@ -77,6 +80,8 @@ class ReplicaMiddleware:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path == LOAD:
             return self._load(scope, receive, send)
+        if path == UNLOAD:
+            return self._unload(scope, receive, send)
         if path == tokens.PATH and hasattr(getattr(scope.get("app"), "state", None), "engine_client"):
             return self._complete(scope, receive, send)
         if path == REPLICA:
@@ -139,7 +144,22 @@ class ReplicaMiddleware:
             raise AdapterRejected("load_inplace = true: a name stands for one adapter for ever. Use another name.")
         if not isinstance(name, str) or not isinstance(path, str) or not path.startswith(MANIFEST):
             raise AdapterRejected(f"lora_path = {path!r}: expected '{MANIFEST}<key of a manifest in the bucket>'.")
+        if parse_wire(name) is not None:
+            self.store.use(name)
         return str(self.store.fetch(name, path.removeprefix(MANIFEST)).directory)
+
+    async def _unload(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _body(receive, LOAD_BODY_BYTES)
+        if body is None:
+            await _answer(send, 413, _error("The body of an unload is too long.", "AdapterRejected", 413))
+            return
+        await self.app(scope, _replay(body, receive), send)
+        try:
+            name = json.loads(body)["lora_name"]
+        except (ValueError, TypeError, KeyError):
+            return
+        if isinstance(name, str) and parse_wire(name) is not None:
+            await asyncio.to_thread(self.store.release, name, time.monotonic())
 
     async def _describe(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What this engine is and holds. The adapters are those that the engine itself lists."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.adapter_store import AdapterNotVisible, AdapterRejected, AdapterStore, Mount
+from jobs.adapter_store import UNUSED_S, AdapterNotVisible, AdapterRejected, AdapterStore, Mount
 from jobs.bucket import Bucket
 from jobs.manifest import CONFIG_FILE, FILES, WEIGHTS_FILE, Manifest, manifest_key
 from tests.adapters import write_adapter
@@ -131,6 +131,43 @@ def test_what_is_here_survives_the_bucket(bucket: Bucket, tmp_path: Path) -> Non
     first = adapters.fetch(WIRE, WHERE)
     bucket.delete(bucket.list(PREFIX))
     assert adapters.fetch(WIRE, WHERE) == first
+
+
+def test_weights_go_when_the_last_engine_has_unloaded_them(bucket: Bucket, tmp_path: Path) -> None:
+    publish(bucket, write_adapter(tmp_path / "adapter"), WIRE)
+    first, second = (store(tmp_path / "store", bucket) for _ in range(2))
+    for each in (first, second):
+        each.use(WIRE)
+        stored = each.fetch(WIRE, WHERE)
+    first.release(WIRE, 0.0)
+    first.release("run.1.v9", UNUSED_S)
+    assert stored.whole, "the second engine uses them"
+    second.release(WIRE, 0.0)
+    second.release("run.1.v9", UNUSED_S - 0.1)
+    assert stored.whole, "a request may still be on its way out"
+    second.release("run.1.v9", UNUSED_S)
+    assert [path.name for path in stored.directory.iterdir()] == ["manifest.json"]
+    assert first.held(WIRE) == stored and not stored.whole
+
+    first.use(WIRE)
+    assert first.fetch(WIRE, WHERE) == stored and stored.whole, "fetched again"
+    first.release("run.1.v9", 10 * UNUSED_S)
+    assert stored.whole
+
+
+def test_a_name_keeps_its_digest_when_its_weights_have_gone(bucket: Bucket, tmp_path: Path) -> None:
+    publish(bucket, write_adapter(tmp_path / "adapter"), WIRE)
+    adapters = store(tmp_path / "store", bucket)
+    adapters.use(WIRE)
+    adapters.fetch(WIRE, WHERE)
+    adapters.release(WIRE, 0.0)
+    adapters.release("run.1.v9", UNUSED_S)
+    publish(bucket, write_adapter(tmp_path / "other", seed=9), WIRE)
+    with pytest.raises(AdapterRejected, match="for ever"):
+        adapters.fetch(WIRE, WHERE)
+    bucket.delete(bucket.list(PREFIX))
+    with pytest.raises(AdapterNotVisible):
+        adapters.fetch(WIRE, WHERE)
 
 
 def test_concurrent_loads_fetch_once(bucket: Bucket, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The replica's middleware in front of a simulated engine, over real sockets, with a real bucket."""
 
 import asyncio
+import fcntl
 import http.client
 import json
 import socket
@@ -96,6 +97,19 @@ def test_an_adapter_is_loaded_by_its_manifest(sim: Engine, bucket: Bucket, tmp_p
     assert sim.post("/v1/unload_lora_adapter", {"lora_name": WIRE}).status_code == 200
     assert sim.get("/asyncgrpo/replica").json()["adapters"] == {}
     assert load(sim, where)[0] == 200
+
+
+def test_weights_are_in_use_until_they_are_unloaded(sim: Engine, bucket: Bucket, tmp_path: Path) -> None:
+    where = publish(bucket, write_adapter(tmp_path / "adapter"), WIRE)
+    assert load(sim, where)[0] == 200
+    with next((tmp_path / "store").glob(f"**/.{WIRE}.used")).open() as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for _ in range(2):
+            sim.post("/v1/unload_lora_adapter", {"lora_name": WIRE})
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    for body in ({"lora_name": 5}, {"lora_name": "../x"}, {}, []):
+        assert sim.post("/v1/unload_lora_adapter", body).status_code in (400, 404), body
 
 
 def test_only_manifests_are_loaded(sim: Engine, bucket: Bucket, tmp_path: Path) -> None:

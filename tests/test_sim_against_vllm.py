@@ -266,6 +266,21 @@ def test_vllm_serves_what_peft_computes(engines: tuple[Engine, Engine], adapters
     assert near < 1e-4 < 0.05 < far
 
 
+def test_what_was_unloaded_is_never_read_again(engines: tuple[Engine, Engine], adapters: Path, tmp_path: Path) -> None:
+    """More adapters than the engine caches come after one whose files have gone."""
+    for engine in engines:
+        for number in range(10):
+            folder = tmp_path / str(engine.process.pid) / str(number)
+            shutil.copytree(adapters / "fine", folder)
+            loaded = {"lora_name": f"u{number}", "lora_path": f"raw:{folder}"}
+            assert engine.post("/v1/load_lora_adapter", loaded).status_code == 200
+            answer = engine.post("/v1/completions", {"model": f"u{number}", "prompt": PROMPT, "max_tokens": 2})
+            assert answer.status_code == 200
+            assert engine.post("/v1/unload_lora_adapter", {"lora_name": f"u{number}"}).status_code == 200
+            shutil.rmtree(folder)
+        assert engine.get("/health").status_code == 200
+
+
 def test_both_end_when_an_evicted_adapter_is_gone(
     engines: tuple[Engine, Engine], adapters: Path, tmp_path: Path
 ) -> None:
