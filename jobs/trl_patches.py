@@ -17,6 +17,7 @@ import os
 import queue
 import signal
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from typing import Any
 
 from jobs import packages, processes, versions
 from jobs.bundle import app_dir
-from jobs.errors import ConfigError
+from jobs.errors import ConfigError, RunFailed
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ def apply(on_cpu: bool, stopping: Callable[[], bool]) -> None:
     refuse_merged_sync()
     own_rollout_process(fork=on_cpu)
     stop_at_once()
+    tell_own_errors()
     no_model_cards()
 
 
@@ -340,7 +342,9 @@ def stop_at_once() -> None:
     def stop(self: Any) -> None:
         process = self._process
         if process is not None and process._popen is not None:
-            self._stop_event_mp.set()
+            # One that died is never waited for; to set the event it would be, for ever: it was waiting for it, too.
+            threading.Thread(target=self._stop_event_mp.set, daemon=True).start()
+            self._stop_event_mp = threading.Event()
             deadline = time.monotonic() + STOP_GRACE_S
             while process.is_alive() and time.monotonic() < deadline:
                 for each in (self.rollout_buffer, self.metrics_queue):
@@ -372,16 +376,37 @@ def score_side_by_side() -> None:
     A server that takes a second for a group would let two steps of the recipe `sanity` through in half a minute,
     however many requests it can bear.
     """
-    from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
-
-    original = _AsyncRolloutLoop._score_loop
+    loop = _existing(_module("trl.experimental.async_grpo.async_rollout_worker"), "_AsyncRolloutLoop")
+    original = _existing(loop, "_score_loop")
 
     @functools.wraps(original)
     async def _score_loop(self: Any, stop_event: Any) -> None:
         waits = any(getattr(function, "waits", False) for function in self.reward_funcs)
         await asyncio.gather(*(original(self, stop_event) for _ in range(GROUPS_SCORED_AT_ONCE if waits else 1)))
 
-    _AsyncRolloutLoop._score_loop = _score_loop
+    loop._score_loop = _score_loop
+
+
+def tell_own_errors() -> None:
+    """Makes an error of ours in the rollout process the trainer's own, which TRL tells amid two tracebacks; and sees at
+    once that the process was killed, which TRL takes for 300 s of silence."""
+    worker = _existing(_module("trl.experimental.async_grpo.async_rollout_worker"), "AsyncRolloutWorker")
+    original = _existing(worker, "check_health")
+
+    @functools.wraps(original)
+    def check_health(self: Any, stale_after_s: float) -> None:
+        try:
+            original(self, stale_after_s)
+        except RuntimeError as error:
+            kind, _, words = str(error.__cause__ or "").partition("\n")[0].partition(": ")
+            for ours in (ConfigError, RunFailed):
+                if kind == ours.__name__:
+                    raise ours(words) from None
+            raise
+        if (process := _existing(self, "_process")) is not None and not process.is_alive():
+            raise RunFailed(f"the rollout process ended with status {process.exitcode}")
+
+    worker.check_health = check_health
 
 
 def no_model_cards() -> None:

@@ -34,7 +34,7 @@ class Grader(BaseHTTPRequestHandler):
         REQUESTS.append({"path": self.path, "body": body, "authorization": self.headers.get("authorization")})
         texts = ["".join(m["content"] for m in c) if isinstance(c, list) else c for c in body["completions"]]
         if TOKEN and self.headers.get("authorization") != f"Bearer {TOKEN}":
-            return self._answer(401, f"no token but {TOKEN} opens this")
+            return self._answer(401, f"{self.headers.get('authorization')} does not open this")
         if kind == "always" or (kind == "first" and before < int(rest[0])):
             return self._answer(int(rest[-1]), "not now")
         if kind == "answer":
@@ -45,7 +45,7 @@ class Grader(BaseHTTPRequestHandler):
             TOGETHER.wait(30)
         if "boom" in texts:
             return self._answer(500, "it went boom")
-        return self._answer(200, [text.count("7") / len(text) if text else None for text in texts])
+        return self._answer(200, [None if text == "none" else text.count("7") / max(1, len(text)) for text in texts])
 
     def _answer(self, status: int, answer: Any) -> None:
         if not status:

@@ -87,11 +87,11 @@ def told(tmp_path: Path) -> list[str]:
 def test_a_server_gets_what_a_function_gets_and_its_answer_is_the_reward() -> None:
     with grading() as url:
         server = pickle.loads(pickle.dumps(RewardServer(f"{url}/digit")))
-        assert asked(server, "77", "7a", "", answer=["1", "2", "3"], level=[1, None, 2.5]) == [1.0, 0.5, None]
+        assert asked(server, "77", "7a", "none", answer=["1", "2", "3"], level=[1, None, 2.5]) == [1.0, 0.5, None]
         (request,) = requests(url)
         assert request["body"] == {
             "prompts": ["p", "p", "p"],
-            "completions": ["77", "7a", ""],
+            "completions": ["77", "7a", "none"],
             "answer": ["1", "2", "3"],
             "level": [1, None, 2.5],
         }
