@@ -161,15 +161,18 @@ def test_without_a_follower_the_trainer_leads(site: Site, emulator: Emulator) ->
         site.hub().cancel_job(job_id=job.split()[1], namespace=site.namespace)
 
 
-def test_secrets_stay_secret(site: Site) -> None:
-    with launch(site, "secrets") as run:
+def test_secrets_stay_secret(emulator: Emulator, site: Site) -> None:
+    graded = Site.from_env({**emulator.environment(), "ASYNCGRPO_REWARD_TOKEN": "rs-secret"})
+    with launch(graded, "secrets") as run:
         run.start()
         jobs = list(run.crew.jobs().values())
         key = run.crew._secrets["ASYNCGRPO_KEY"]
-    shown = json.dumps([[job.command, job.environment, job.labels] for job in jobs])
-    for secret in (key, site.token, site.bucket.secret_key):
+        assert run.crew._secrets["ASYNCGRPO_REWARD_TOKEN"] == "rs-secret"
+    shown = json.dumps([[job.command, job.environment, job.labels] for job in jobs]) + repr(graded)
+    bucket = Bucket(site.bucket)
+    for secret in (key, site.token, site.bucket.secret_key, "rs-secret"):
         assert secret not in shown
-        assert secret.encode() not in Bucket(site.bucket).get("runs/secrets/crew")
+        assert all(secret.encode() not in bucket.get(key) for key in bucket.list("runs/secrets/"))
 
 
 def test_the_command_follows_a_run_to_its_summary(

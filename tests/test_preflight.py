@@ -27,6 +27,9 @@ WRONG = {
     "reward.weights=[1.0, 2.0]": r"reward\.weights has 2 numbers for 1 functions",
     "reward.functions=['jobs.rewards:nothing']": r"reward\.functions\[0\] = .*jobs\.rewards:nothing",
     "reward.functions=['no.such.module:f']": r"no\.such\.module",
+    "reward.functions=['http:///score']": r"reward\.functions\[0\] = 'http:///score': expected http\(s\)://host",
+    "reward={functions=['http://127.0.0.1:9/'], timeout_s=75}": r"timeout_s = 75: a group may take 300 s .* = 300\.",
+    "reward.functions=['http://127.0.0.1:9/']": r"reward\.functions\[0\] = 'http://127.0.0.1:9/': nobody answers",
     "dataset.load=jobs.tiny:nothing": r"dataset\.load",
     "lora.r=0": r"r = 0: the rank is a whole number of at least 1",
     "lora.r=9": r"r = 9: LoRA rank 9 is greater than max_lora_rank 8 .* --max-lora-rank 16",
@@ -102,3 +105,13 @@ def test_the_trainers_own_trl_says_which_fields_there_are(digit: Recipe, tmp_pat
 
 def test_launching_elsewhere_asks_nothing_of_this_environment(digit: Recipe) -> None:
     preflight.check(replace(digit, reward=replace(digit.reward, functions=["only.there:f"])), local=False)
+
+
+def test_a_reward_server_has_to_be_where_a_job_finds_it(digit: Recipe) -> None:
+    for host in ("127.0.0.1", "localhost", "[::1]", "0.0.0.0"):
+        with pytest.raises(ConfigError, match="is the trainer's own machine when a Job asks there"):
+            preflight.check_servers(recipe.override(digit, f"reward.functions=['http://{host}:9/']"), here=False)
+    (words,) = preflight.check_servers(
+        recipe.override(digit, "reward.functions=['http://nowhere.invalid/']"), here=False
+    )
+    assert words.startswith("seen from here, not from the trainer's Job: reward.functions[0] =")
