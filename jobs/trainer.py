@@ -37,6 +37,9 @@ STATUS_S = 1.0
 """How often the proxy's status is read and progress is written to the bucket."""
 GRACE_S = 30.0
 """What the training child gets after SIGTERM to save a checkpoint and leave."""
+HUNG_S = 30.0
+"""A proxy that answered before and is silent for this long is killed and started again: nothing on its event loop takes
+more than a second."""
 PROXY_STARTS_PER_MINUTE = 20
 """A proxy that dies more often than this is broken, not unlucky."""
 TAIL_LINES = 30
@@ -74,6 +77,7 @@ class Supervisor:
         self._listener = _listen()
         self._proxy: subprocess.Popen[bytes] | None = None
         self._proxy_starts: list[float] = []
+        self._proxy_seen: float | None = None
         self._counters_file = self.work_dir / "counters"
         self._training: subprocess.Popen[bytes] | None = None
         self._term = threading.Event()
@@ -153,6 +157,10 @@ class Supervisor:
         self._read_metrics()
         if status := self._proxy_status():
             self.progress.see(status)
+            self._proxy_seen = time.monotonic()
+        elif self._proxy and self._proxy_seen and time.monotonic() - self._proxy_seen >= HUNG_S:
+            log.warning("the proxy has been silent for %g s: killing it", HUNG_S)
+            self._proxy.kill()
         self.progress.updated_at = time.time()
         self.uploads.put(progress_key(self.spec.run), json.dumps(self.progress.to_dict()).encode())
 
@@ -191,6 +199,7 @@ class Supervisor:
 
     def _start_proxy(self) -> None:
         self._proxy_starts.append(time.monotonic())
+        self._proxy_seen = None
         self._counters_file.unlink(missing_ok=True)
         descriptor = self._listener.fileno()
         self._proxy = subprocess.Popen(
