@@ -54,14 +54,16 @@ def image_table(entries: Iterable[str], environment: Mapping[str, str]) -> dict[
     Raises:
         ConfigError: an entry is none, or names no program that can be run.
     """
-    images = {}
+    images: dict[str, Image] = {}
     for entry in entries:
         pattern, _, named = entry.partition("=")
         python = Path(named).absolute()  # links are kept: a virtual environment is found from where its link lies
         if not pattern or not named or not os.access(python, os.X_OK) or not python.is_file():
             raise ConfigError(f"--image {entry!r}: expected PATTERN=PYTHON, such as 'python:*=venv/bin/python'.")
-        images[pattern] = Image(str(python), environment)
-    return images | {pattern: replace(image, environment=environment) for pattern, image in IMAGES.items()}
+        images.setdefault(pattern, Image(str(python), environment))
+    for pattern, image in IMAGES.items():
+        images.setdefault(pattern, replace(image, environment=environment))
+    return images
 
 
 def find_image(name: str, images: Mapping[str, Image]) -> Image | None:

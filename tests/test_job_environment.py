@@ -149,6 +149,7 @@ def test_a_users_images_come_before_the_one_for_all(tmp_path, monkeypatch):
     images = image_table(["mine:*=env/bin/python", "mine:2=" + sys.executable], {"CUDA_HOME": "/c"})
     assert find_image("mine:2", images) == Image(str(python), {"CUDA_HOME": "/c"}), "the first one that matches counts"
     assert find_image("ubuntu", images) == Image(sys.executable, {"CUDA_HOME": "/c"})
+    assert find_image("ubuntu", image_table([f"*={python}"], {})) == Image(str(python))
 
 
 @pytest.mark.parametrize("entry", ["mine", "mine=", "=python", "mine=nowhere/python", "mine=.", "mine=plain"])
