@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emulator import live_mount
 from emulator.live_mount import Arrivals, Lag, LiveMount
 from jobs.bucket import Bucket, BucketSettings
 from jobs.errors import BucketError
@@ -87,6 +88,7 @@ def test_what_one_writes_the_other_sees(settings, tmp_path):
         one.step()
         two.step()
     assert content(one.directory) == content(two.directory) == {"there/before.txt": b"new"}
+    assert not (two.directory / "v1").exists()  # the bucket has no empty directories
 
 
 def test_a_writer_does_not_get_its_own_file_back_over_a_newer_one(settings, tmp_path):
@@ -106,6 +108,16 @@ def test_read_only_is_never_written_back(settings, tmp_path):
     mount = LiveMount(settings, tmp_path / "m", writable=False, lag=Lag(0, 0))
     mount.fill()
     (mount.directory / "x").write_bytes(b"lost")
+    mount.step()
+    mount.step()
+    mount.flush()
+    assert Bucket(settings).list("") == []
+
+
+def test_what_vanishes_before_it_is_read_is_not_uploaded(settings, tmp_path, monkeypatch):
+    mount = LiveMount(settings, tmp_path / "m", writable=True, lag=Lag(0, 0))
+    mount.fill()
+    monkeypatch.setattr(live_mount, "snapshot", lambda directory: {"gone": (1, 1)})
     mount.step()
     mount.step()
     mount.flush()
