@@ -12,6 +12,7 @@ from jobs import hub as hub_calls
 from jobs import labels
 from jobs.bucket import Bucket
 from jobs.errors import RunFailed
+from jobs.http import group_url
 from jobs.roster import JobPlan, Role, Roster, replica_key
 
 log = logging.getLogger(__name__)
@@ -141,8 +142,8 @@ class Crew:
                 continue
             if job.status.stage in TERMINAL:
                 self._restart_when_due(index, post, job)
-            elif job.status.expose_urls and self._announced.get(index) != job.status.expose_urls:
-                self._announce(index, post.job_id, list(job.status.expose_urls))
+            elif (urls := self._urls(index, post, job)) and self._announced.get(index) != urls:
+                self._announce(index, post.job_id, urls)
 
     def retire(self, index: int) -> None:
         """Takes a replica out of the proxy's sight, so that it gets no new completions; it is not started again."""
@@ -230,6 +231,12 @@ class Crew:
         post.restart_at = self._clock() + min(RESTART_PAUSE_S * 2 ** (post.failures - 1), 60.0)
         return True
 
+    def _urls(self, index: int, post: _Post, job: JobInfo) -> list[str]:
+        plan = self._plans["replica"]
+        if plan.network_group is None:
+            return list(job.status.expose_urls or [])
+        return [group_url(alias(index, post.generation), port) for port in plan.ports]
+
     def _announce(self, index: int, job_id: str, urls: list[str]) -> None:
         record = {"index": index, "job_id": job_id, "urls": urls}
         self._bucket.put(replica_key(self._run, index), json.dumps(record).encode())
@@ -253,7 +260,9 @@ class Crew:
                     name=f"{self._run}-{role}-{index}",
                     labels={**plan.labels, **own},
                     volumes=plan.volumes or None,
-                    expose=plan.ports or None,
+                    expose=None if plan.network_group else plan.ports or None,
+                    network_group=plan.network_group,
+                    network_aliases=[alias(index, generation)] if plan.network_group and role == "replica" else None,
                     namespace=self._namespace,
                 ).id
             except hub_calls.UNSURE as error:
@@ -272,6 +281,14 @@ class Crew:
                 if job.labels and own.items() <= job.labels.items() and job.status.stage not in TERMINAL:
                     return job.id
         return None
+
+
+def alias(index: int, generation: int) -> str:
+    """The name of one replica Job in the run's network group.
+
+    The next one in its place has another, so that no two answer to one name while the first is on its way out.
+    """
+    return f"replica-{index}-{generation}"
 
 
 def _age(job: JobInfo) -> tuple[bool, float]:

@@ -40,6 +40,9 @@ MOUNT_DIR = "/bucket"
 """Where replicas see the whole bucket with transport `mount`."""
 PIP = ("python3", "-m", "pip", "install", "--quiet", "--break-system-packages")
 """How a Job installs what its image lacks; a container's own Python is nobody else's (PEP 668)."""
+GROUP_RUN_CHARS, GROUP_RANDOM_BYTES = 33, 6
+"""A network group's name, of at most 46 characters, begins as the run's. The rest is drawn: a run of the same name with
+another bucket is another group."""
 LAUNCHER_PATIENCE_S = 60.0
 """A launcher follows from the start: it takes the lead at once, or again when the Job that took it has gone."""
 
@@ -73,6 +76,9 @@ class Launch:
         self.transport: Transport = transport
         self.bucket = Bucket(site.bucket)
         self.trainer_restarts = 0
+        self._network_group: str | None = None
+        if recipe.jobs.network == "group":
+            self._network_group = f"{run[:GROUP_RUN_CHARS]}-{secrets.token_hex(GROUP_RANDOM_BYTES)}"
         self._crew: Crew | None = None
         self._leader: Leader | None = None
         self._lease_at = float("-inf")
@@ -340,4 +346,5 @@ class Launch:
                 "asyncgrpo-recipe": labels.label(self.recipe.name),
                 "asyncgrpo-model": labels.label(self.recipe.model.id),
             },
+            network_group=self._network_group,
         )

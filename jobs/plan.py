@@ -77,6 +77,7 @@ class Group:
     image: str
     command: list[str]
     ports: list[int]
+    network_group: str | None
     volumes: list[dict[str, Any]]
     environment: dict[str, str]
     secrets: list[str]
@@ -153,6 +154,7 @@ def plan(
                 image=job.image,
                 command=job.command,
                 ports=job.ports,
+                network_group=job.network_group,
                 volumes=[volume.to_dict() for volume in job.volumes],
                 environment=job.environment,
                 secrets=sorted(secrets),

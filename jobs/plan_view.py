@@ -46,6 +46,8 @@ def show(plan: Plan, stream: TextIO) -> None:
             writes = "read-only" if volume.get("readOnly") else "read-write"
             source = "/".join(part for part in (volume["source"], volume.get("path")) if part)
             details.add_row("volume", f"{volume['type']} {source} at {volume['mountPath']} ({writes})")
+        if group.network_group:
+            details.add_row("network group", group.network_group)
         details.add_row("environment", " ".join(f"{name}={value}" for name, value in group.environment.items()))
         details.add_row("secrets", " ".join(group.secrets))
         details.add_row("labels", " ".join(f"{name}={value}" for name, value in group.labels.items()))

@@ -36,7 +36,7 @@ from jobs.dispatch import Limits
 from jobs.engine import Facts
 from jobs.errors import ConfigError, NotFound
 from jobs.fleet import Fleet
-from jobs.http import KEY_HEADER, upstream_headers
+from jobs.http import GROUP_PREFIX, KEY_HEADER, upstream_headers
 from jobs.links import Links
 from jobs.pool import FleetPool
 from jobs.proof import NOISE
@@ -80,6 +80,7 @@ class ProxySettings:
     model: str | None = None
     dtype: str | None = None
     promise: Facts | None = None
+    group_prefix: str | None = None
     counters: Path | None = None
 
     @classmethod
@@ -118,7 +119,8 @@ class ProxySettings:
             run=run,
             bucket=bucket,
             key=environ["ASYNCGRPO_KEY"],
-            headers=upstream_headers(environ),
+            # Without a gateway nobody needs the token, and nobody gets it.
+            headers=upstream_headers(environ, gateway=spec is None or spec.recipe.jobs.network == "exposed"),
             attempt=int(environ.get("ASYNCGRPO_ATTEMPT") or 0),
             output_dir=Path(output) if output else None,
             host=host,
@@ -129,6 +131,7 @@ class ProxySettings:
             model=spec.model.served if spec else None,
             dtype=f"torch.{spec.recipe.model.dtype}" if spec and spec.recipe.model.dtype in NOISE else None,
             promise=promise(spec) if spec else None,
+            group_prefix=environ.get(GROUP_PREFIX),
             counters=Path(counters) if (counters := environ.get("ASYNCGRPO_COUNTERS")) else None,
         )
 
@@ -226,7 +229,14 @@ class Assembly:
         counters = Counters.kept_in(settings.counters) if settings.counters else None
         self.completions = Completions(self.pool, settings.headers, _limits(proxy), counters=counters)
         self.links = Links(self.pool, self.publisher, settings.headers, self._in_flight)
-        self.replicas = ReplicaSet(settings.bucket, settings.run, self.publisher, settings.replicas, self.links.replace)
+        self.replicas = ReplicaSet(
+            settings.bucket,
+            settings.run,
+            self.publisher,
+            settings.replicas,
+            self.links.replace,
+            settings.group_prefix,
+        )
         control = Control(self.pool, self.publisher, f"proxy of {settings.run}", self.boot_id)
         self._metrics = Metrics(self.status)
         routes = [

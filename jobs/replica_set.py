@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from jobs.bucket import Bucket
 from jobs.errors import BucketError, ConfigError, NotFound
+from jobs.http import GROUP_PREFIX
 from jobs.publish import Publisher
 
 log = logging.getLogger(__name__)
@@ -21,7 +22,10 @@ LOOK_S = 2.0
 
 
 class ReplicaSet:
-    """Tells `apply` the URLs by engine name, whenever they change. `named` are those of the command line."""
+    """Tells `apply` the URLs by engine name, whenever they change. `named` are those of the command line.
+
+    `group_prefix` stands before the aliases of the network group that this process is in.
+    """
 
     def __init__(
         self,
@@ -30,7 +34,9 @@ class ReplicaSet:
         publisher: Publisher,
         named: Mapping[str, str],
         apply: Callable[[dict[str, str]], None],
+        group_prefix: str | None = None,
     ) -> None:
+        self._group_prefix = group_prefix
         self._bucket, self._prefix, self._publisher, self._apply = bucket, f"runs/{run}/replicas/", publisher, apply
         self._found: dict[str, str] = {}
         self._named = check(named)
@@ -71,13 +77,19 @@ class ReplicaSet:
         for key in self._bucket.list(self._prefix):
             try:
                 record = json.loads(self._bucket.get(key))
-                index, urls = int(record["index"]), list(record["urls"])
+                index, urls = int(record["index"]), [self._in_group(url) for url in record["urls"]]
                 found |= check({str(index) if len(urls) == 1 else f"{index}.{n}": url for n, url in enumerate(urls)})
             except NotFound:  # it was deleted meanwhile
                 continue
             except (ValueError, KeyError, TypeError) as error:
                 log.warning("%s is no replica's record: %s", key, error)
         return found
+
+    def _in_group(self, url: str) -> str:
+        prefix = f"${{{GROUP_PREFIX}}}"
+        if prefix in url and self._group_prefix is None:
+            raise ValueError(f"{GROUP_PREFIX} is not set: this process is no member of a network group")
+        return url.replace(prefix, self._group_prefix or "")
 
 
 def check(urls: Mapping[str, str]) -> dict[str, str]:

@@ -22,7 +22,10 @@ Role = Literal["replica", "trainer"]
 
 @dataclass(frozen=True)
 class JobPlan:
-    """All that a Job of the run is started with, secrets apart. `timeout_s` is the Hub's own limit for it."""
+    """All that a Job of the run is started with, secrets apart. `timeout_s` is the Hub's own limit for it.
+
+    `ports` are those that it serves: exposed, or open to its network group if it joins one.
+    """
 
     image: str
     command: list[str]
@@ -32,6 +35,7 @@ class JobPlan:
     volumes: list[Any] = field(default_factory=list)
     ports: list[int] = field(default_factory=list)
     labels: dict[str, str] = field(default_factory=dict)
+    network_group: str | None = None
 
 
 @dataclass(frozen=True)

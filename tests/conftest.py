@@ -81,6 +81,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         print(f"\nFixtures left processes behind: {left}", file=sys.stderr)
 
 
+@pytest.fixture(scope="session")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """For tests that need network groups: skip them, with the reason, where the emulator cannot have any."""
+    from emulator.network import Network
+
+    if lacking := Network().missing(tmp_path_factory.mktemp("probe")):
+        pytest.skip(f"no network groups on this machine: {lacking}")
+
+
 @pytest.fixture
 def free_port() -> int:
     """Return a TCP port of the loopback interface that nobody listened on a moment ago."""

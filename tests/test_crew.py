@@ -76,6 +76,37 @@ def test_a_dead_replica_is_started_again_with_a_pause_and_a_bound(
     assert crew.job_id("replica", 0) != first
 
 
+def test_in_a_network_group_each_replica_has_an_alias_of_its_own(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, groups: None
+) -> None:
+    monkeypatch.setattr(crew_module, "RESTART_PAUSE_S", 0.01)
+    crew = make_crew(emulator, SLEEP)
+    plan = replace(crew._plans["replica"], network_group="run-1", ports=[8000, 8001])
+    crew._plans = {"replica": plan, "trainer": replace(plan, ports=[])}
+    for role, index in (("trainer", 0), ("replica", 0), ("replica", 1)):
+        crew.start(role, index)  # type: ignore[arg-type]
+    networks = {job.id: job.network for job in crew.jobs().values()}
+    assert {each.group for each in networks.values() if each} == {"run-1"}
+    bucket = Bucket(emulator.bucket)
+
+    def urls(index: int) -> list[str]:
+        crew.tend(crew.jobs())
+        return list(json.loads(bucket.get(f"runs/run/replicas/{index}.json"))["urls"])
+
+    prefix = "http://${HF_NETWORK_GROUP_PREFIX}replica"
+    assert urls(0) == [f"{prefix}-0-0:8000", f"{prefix}-0-0:8001"] and urls(1)[0] == f"{prefix}-1-0:8000"
+    first = crew.job_id("replica", 1)
+    crew.end(first)
+    until(lambda: urls(1) == [f"{prefix}-1-1:8000", f"{prefix}-1-1:8001"])
+    networks = {job.id: job.network for job in crew.jobs().values()}
+    aliases = [
+        each.aliases for job in (crew.job_id("trainer"), first, crew.job_id("replica", 1)) if (each := networks[job])
+    ]
+    assert aliases == [[], ["replica-1-0"], ["replica-1-1"]]
+    assert not any(job.status.expose_urls for job in crew.jobs().values())
+    crew.cancel()
+
+
 def test_another_leader_takes_over_the_newest_of_each_place(emulator: Emulator, crew: Crew) -> None:
     crew.start("replica", 0)
     second = crew.start("replica", 0)

@@ -10,7 +10,7 @@ import pytest
 
 from emulator import member
 from emulator.member import CALLS, filter_code
-from emulator.network import Member, Network
+from emulator.network import Member
 from emulator.own_ports import Bound, Own, parse
 
 OWN, OTHER = Own("127.64.7.1", "127.128.7.1"), Own("127.64.7.2", "127.128.7.2")
@@ -68,10 +68,8 @@ def test_the_filter_asks_about_two_calls_of_its_architecture_alone(machine):
 
 
 @pytest.fixture
-def inside(tmp_path):
+def inside(tmp_path, groups):
     """Run code as a member with an address and a hosts file of its own."""
-    if lacking := Network().missing(tmp_path):
-        pytest.skip(lacking)
     started = []
 
     def inside(code, own=OWN):

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 import asyncgrpo
-from emulator.jobs_state import parse_labels
+from emulator.jobs_state import parse_labels, parse_spec
 from emulator.serve import Emulator
 from jobs import recipe as recipes
 from jobs import sanity
@@ -96,6 +96,28 @@ def test_the_plan_of_the_published_run(emulator: Emulator) -> None:
     assert (plan["usd_per_hour"], plan["usd_to_timeout"]) == (20.0, 100.0)
     assert plan["jobs"][1]["ports"] == [8000]
     assert not list(emulator.runner.table.list(emulator.owner.name, [], {})), "nothing was started"
+
+
+def test_the_plan_of_a_network_group(emulator: Emulator) -> None:
+    name = "n" * 60
+    group = ("sanity", "--dry-run", "--set", "jobs.network=group", "--set", "replica.engines=2", "--run", name)
+    for job in json.loads(run(emulator, *group, "--json").stdout)["jobs"]:
+        spec = {"command": ["x"], "dockerImage": "x", "network": {"group": job["network_group"]}}
+        assert parse_spec(spec).network == {"group": job["network_group"], "aliases": []}
+        assert job["network_group"].startswith("n" * 30) and job["ports"] == (
+            [8000, 8001] if job["role"] == "replica" else []
+        )
+    assert f"network group  {'n' * 30}" in run(emulator, *group).stdout
+    result = run(emulator, "sanity", "--dry-run", "--set", "jobs.network=vpn")
+    assert result.exit_code == 2 and "expected one of 'exposed', 'group'" in result.output
+
+
+def test_the_trainer_may_have_an_image_of_its_own(emulator: Emulator) -> None:
+    plan = json.loads(run(emulator, "sanity", "--dry-run", "--json", "--set", "jobs.trainer_image=me/trl:1").stdout)
+    assert {job["role"]: job["image"] for job in plan["jobs"]} == {
+        "trainer": "me/trl:1",
+        "replica": "vllm/vllm-openai:v0.31.0",
+    }
 
 
 def test_a_flavor_that_does_not_exist_is_refused_before_anything_starts(emulator: Emulator) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from jobs import links
+from jobs import recipe as recipes
 from jobs.bucket import Bucket
 from jobs.bundle import app_dir
 from jobs.dispatch import Limits
@@ -21,6 +22,7 @@ from jobs.errors import ConfigError
 from jobs.http import KEY_HEADER
 from jobs.proxy import ProxySettings, _limits, listen
 from jobs.recipe import Proxy
+from jobs.spec import ModelRef, RunSpec, spec_key
 from tests.conftest import MotoBucket
 from tests.engines import KEY
 from tests.fleets import ATTEMPT, RUN, RunningProxy, TestRun, run_of, until, wire
@@ -245,6 +247,16 @@ def test_settings_without_a_specification(moto_bucket: MotoBucket, tmp_path: Pat
     assert settings.bucket.retry_s == Proxy().publish_deadline_s / 2
     assert KEY not in repr(settings)
     assert "hf_secret" not in repr(settings)
+
+
+def test_in_a_network_group_the_token_goes_nowhere(moto_bucket: MotoBucket) -> None:
+    values = environ(moto_bucket, HF_TOKEN="hf_secret", HF_NETWORK_GROUP_PREFIX="g-")
+    bucket = Bucket.from_env(moto_bucket.environ)
+    for network, opens in (("exposed", {KEY_HEADER, "authorization"}), ("group", {KEY_HEADER})):
+        recipe = recipes.load("digit", None, [f"jobs.network={network}"])
+        bucket.put(spec_key(RUN), RunSpec(RUN, recipe, ModelRef("path", "/m", "m")).to_json())
+        settings = ProxySettings.from_env(values)
+        assert set(settings.headers) == opens and settings.group_prefix == "g-"
 
 
 @pytest.mark.parametrize("name", ["ASYNCGRPO_RUN", "ASYNCGRPO_KEY"])

@@ -10,6 +10,7 @@ import pytest
 from jobs import replica_set
 from jobs.bucket import Bucket
 from jobs.errors import ConfigError
+from jobs.http import group_url
 from jobs.publish import Publisher
 from jobs.replica_set import ReplicaSet, check
 from tests.conftest import MotoBucket
@@ -56,6 +57,18 @@ def test_the_set_follows_the_bucket(
 
     asyncio.run(main())
     assert all(one != two for one, two in pairwise(told)), "told twice of the same set"
+
+
+def test_aliases_of_a_network_group_are_names_for_its_members_alone(
+    moto_bucket: MotoBucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket = Bucket.from_env(moto_bucket.environ, retry_s=5)
+    bucket.put(f"{PREFIX}/0.json", record(0, group_url("replica-0-1", 8000), group_url("replica-0-1", 8001)))
+    publisher = Publisher(bucket, "run", 1, KEY, Path())
+    member = ReplicaSet(bucket, "run", publisher, {}, lambda urls: None, group_prefix="g-5-")
+    assert member._look() == {"0.0": "http://g-5-replica-0-1:8000", "0.1": "http://g-5-replica-0-1:8001"}
+    assert ReplicaSet(bucket, "run", publisher, {}, lambda urls: None)._look() == {}
+    assert "HF_NETWORK_GROUP_PREFIX is not set" in caplog.text
 
 
 @pytest.mark.parametrize("url", ["", "a:80", "ftp://a", "http://", "http://user:secret@a", "http://a?token=1"])
