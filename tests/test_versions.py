@@ -1,10 +1,19 @@
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from jobs import versions
+import asyncgrpo
+from jobs import packages, replica, versions
+from jobs.bucket import Bucket
+from jobs.bundle import app_dir
 from jobs.errors import ConfigError
-from jobs.recipe import JobSettings
+from jobs.recipe import JobSettings, load
+from jobs.spec import VLLM_SERVER, ModelRef, RunSpec, spec_key
+from tests.conftest import MotoBucket
+from tests.environments import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -78,3 +87,33 @@ def test_each_version_is_pinned_in_a_lock() -> None:
     assert f"trl=={newest}" in locks["cpu.txt"] and f"trl=={newest}" in locks["gpu.txt"]
     for version in list(versions.TRL)[:-1]:
         assert f"trl=={version}" in [line.split(" ")[0] for line in locks[f"trl-{version}.txt"]]
+
+
+def test_emulate_refuses_the_environment_of_an_image_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    python = environment(tmp_path / "env", trl="1.13.0")
+    image = ["--image", f"mine:*={python}", "--set", "jobs.trainer_image=mine:1"]
+    result = CliRunner().invoke(asyncgrpo.main, ["emulate", "digit", "--engine", "sim", *image])
+    assert result.exit_code == 2
+    assert f"{python}: trl 1.13.0 is not supported. Install one of 1.14.2, 1.15.0, 1.16.0" in result.output
+    assert not Path("runs").exists()
+
+
+def test_a_trainer_with_another_trl_ends_and_says_so(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.json"
+    spec.write_bytes(RunSpec("run", load("digit"), ModelRef("path", "model", "model")).to_json())
+    environ = {"PYTHONPATH": str(app_dir()), "ASYNCGRPO_SPEC_FILE": str(spec), "ASYNCGRPO_OUTPUT_DIR": str(tmp_path)}
+    command = [environment(tmp_path / "env", trl="1.13.0"), "-m", "jobs.train"]
+    ended = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "trl 1.13.0 is not supported. Install one of 1.14.2, 1.15.0, 1.16.0" in ended.stderr
+
+
+def test_a_replica_with_another_vllm_ends_and_says_so(moto_bucket: MotoBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunSpec("run", load("digit"), ModelRef("path", "model", "model"), engine="vllm", engine_module=VLLM_SERVER)
+    Bucket.from_env(moto_bucket.environ).put(spec_key("run"), run.to_json())
+    monkeypatch.setattr(packages, "installed", lambda name: {"vllm": "0.21.0"}[name])
+    with pytest.raises(ConfigError, match=r"vllm 0\.21\.0 is not supported\. Install one of 0\.22 to 0\.31"):
+        replica.run({**moto_bucket.environ, "ASYNCGRPO_RUN": "run"})
