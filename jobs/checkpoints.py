@@ -8,19 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from jobs import folders
 from jobs.bucket import Bucket
 from jobs.errors import ConfigError, NotFound
+from jobs.folders import COMPLETE
 
 log = logging.getLogger(__name__)
 
-NEEDED = (
-    "trainer_state.json",
-    "rollout_state.json",
-    "adapter_model.safetensors",
-    "adapter_config.json",
-    "optimizer.pt",
-)
+NEEDED = ("trainer_state.json", "rollout_state.json", "adapter_model.safetensors", "adapter_config.json")
 """Files without which TRL cannot go on where it was (transformers' Trainer, and AsyncGRPO's own rollout_state.json)."""
+WHOLE, SHARDED = ("optimizer.pt",), ("pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata")
+"""What is needed besides: either one file, or, of several processes under FSDP2, the lists of their shards."""
 COMPLETE = "complete.json"
 
 _STEP = re.compile(r"checkpoint-([0-9]+)")
@@ -45,12 +43,7 @@ def upload(bucket: Bucket, run: str, directory: Path) -> int:
     if not match:
         raise ConfigError(f"{directory} is no checkpoint: its name must be checkpoint-<step>.")
     step = int(match[1])
-    files = {}
-    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        name = path.relative_to(directory).as_posix()
-        bucket.put_file(f"{prefix(run, step)}/{name}", path)
-        files[name] = {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    bucket.put(f"{prefix(run, step)}/{COMPLETE}", json.dumps({"step": step, "files": files}).encode())
+    folders.send(bucket, prefix(run, step), directory, step=step)
     return step
 
 
@@ -81,30 +74,18 @@ def find_latest(bucket: Bucket, run: str) -> Found | None:
 def fetch(bucket: Bucket, run: str, step: int, directory: Path) -> Path:
     """Downloads and verifies a checkpoint into `directory`; returns the folder, named as TRL expects it."""
     target = directory / f"checkpoint-{step}"
-    for name, size, sha256 in _listed(bucket, run, step):
-        bucket.get_file(f"{prefix(run, step)}/{name}", target / name)
-        data = (target / name).read_bytes()
-        if len(data) != size or hashlib.sha256(data).hexdigest() != sha256:
-            raise ConfigError(
-                f"checkpoint-{step} of run {run}: {name} is not what {COMPLETE} says. Resume an earlier one."
-            )
+    folders.receive(bucket, prefix(run, step), target)
     return target
 
 
-def _listed(bucket: Bucket, run: str, step: int) -> Iterator[tuple[str, int, str]]:
-    for name, file in json.loads(bucket.get(f"{prefix(run, step)}/{COMPLETE}"))["files"].items():
-        if name.startswith("/") or ".." in name.split("/"):
-            raise ConfigError(f"checkpoint-{step} of run {run}: file name {name!r} leaves its folder.")
-        yield name, int(file["size"]), str(file["sha256"])
-
-
 def _incomplete(bucket: Bucket, run: str, step: int, present: set[str]) -> str | None:
-    if missing := [name for name in NEEDED if name not in present]:
+    optimizer = SHARDED if present.intersection(SHARDED) else WHOLE
+    if missing := [name for name in (*NEEDED, *optimizer) if name not in present]:
         return f"{missing[0]} is missing"
     if COMPLETE not in present:
         return f"its upload never finished (no {COMPLETE})"
     try:
-        for name, size, sha256 in _listed(bucket, run, step):
+        for name, size, sha256 in folders.listed(bucket, prefix(run, step)):
             data = bucket.get(f"{prefix(run, step)}/{name}")
             if len(data) != size or hashlib.sha256(data).hexdigest() != sha256:
                 return (

@@ -20,11 +20,12 @@ FSDP = {
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    # Each process saves and loads its own shards, without gathering; PEFT's files are made apart (jobs.resume).
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
     # Every process reads the weights itself: an adapter that is drawn at random is the same in all, from one seed.
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
 }
-"""What `accelerate launch` sets for TRL's own configuration of FSDP2 (trl/accelerate_configs/fsdp2.yaml)."""
+"""What `accelerate launch` sets for TRL's own configuration of FSDP2 (trl/accelerate_configs/fsdp2.yaml), two apart."""
 LOOPBACK = "127.0.0.1"
 
 

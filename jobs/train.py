@@ -15,7 +15,6 @@ after the last optimizer step saved as a checkpoint.
 import dataclasses
 import difflib
 import gc
-import json
 import logging
 import multiprocessing.util
 import os
@@ -27,7 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jobs import as_main, bundle, journal, packages, probe, processes, rewards, scoring, trl_patches, versions
+from jobs import as_main, bundle, journal, packages, probe, processes, resume, rewards, scoring, trl_patches, versions
 from jobs.bucket import SHOWN_S, Bucket
 from jobs.errors import ConfigError
 from jobs.hooks import Hooks, Train
@@ -242,6 +241,7 @@ def _import_everything(stop: Stop) -> bool:
         if on_cpu:
             torch.set_num_threads(1)  # the replicas have the other cores; forking also wants no OpenMP threads
         trl_patches.apply(on_cpu, lambda: stop.asked)
+        resume.apply(on_cpu)
         import peft  # noqa: F401
     finally:
         gc.enable()
@@ -328,6 +328,7 @@ def _journal_callback(stop: Stop, ranks: Ranks) -> Any:
                 log.info("step %d of %d  %s", state.global_step, state.max_steps, told)
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            ranks.agree(True)  # each process writes files of its own: now all have
             if state.is_world_process_zero:
                 path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
                 journal.append({"event": "saved", "step": state.global_step, "path": str(path)})
@@ -347,15 +348,8 @@ def train_to_the_end(trainer: Any, train: Train, environ: Mapping[str, str], ran
     Raises:
         Terminated: SIGTERM came first; the state after the last optimizer step is saved as a checkpoint.
     """
-    from transformers.trainer_utils import TrainOutput
-
-    resume = environ.get("ASYNCGRPO_RESUME") or None
     try:
-        if resume and (done := _steps_done(resume)) >= trainer.args.max_steps > 0:
-            trainer._load_from_checkpoint(resume)  # train() would take one more step (transformers 5.17)
-            result = TrainOutput(done, 0.0, {})
-        else:
-            result = train(resume)
+        result = train(environ.get("ASYNCGRPO_RESUME") or None)
     except Terminated:
         if trainer.state.global_step > 0:
             trainer._save_checkpoint(trainer.model, trial=None)
@@ -363,11 +357,6 @@ def train_to_the_end(trainer: Any, train: Train, environ: Mapping[str, str], ran
         raise
     trainer.save_model(str(Path(environ[journal.OUTPUT_DIR]) / "final"))
     return result
-
-
-def _steps_done(checkpoint: str) -> int:
-    """The optimizer step after which a checkpoint was saved."""
-    return int(json.loads((Path(checkpoint) / "trainer_state.json").read_text())["global_step"])
 
 
 def _run_and_leave() -> NoReturn:

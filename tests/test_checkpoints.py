@@ -19,7 +19,7 @@ def bucket(moto_bucket: MotoBucket) -> Bucket:
 def saved(directory: Path, step: int) -> Path:
     path = directory / f"checkpoint-{step}"
     path.mkdir(parents=True)
-    for name in checkpoints.NEEDED:
+    for name in (*checkpoints.NEEDED, *checkpoints.WHOLE):
         (path / name).write_bytes(f"{name} at {step}".encode())
     (path / "sub").mkdir()
     (path / "sub" / "more.bin").write_bytes(b"more")
@@ -60,6 +60,20 @@ def test_a25_resume_passes_over_a_torn_checkpoint_and_says_why(bucket: Bucket, t
     assert found is not None and found.step == 100
     assert why in found.skipped[150]
     assert bucket.list("runs/") == before
+
+
+def test_shards_of_several_processes_are_a_checkpoint_too(bucket: Bucket, tmp_path: Path) -> None:
+    for step in (50, 100):
+        path = saved(tmp_path, step)
+        (path / "optimizer.pt").unlink()
+        for name in (*checkpoints.SHARDED, "optimizer_0/__1_0.distcp"):
+            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).write_bytes(name.encode())
+        checkpoints.upload(bucket, "run", path)
+    bucket.delete([KEY.format(100, "optimizer_0/.metadata")])
+    found = checkpoints.find_latest(bucket, "run")
+    assert found is not None and found.step == 50 and found.skipped == {100: "optimizer_0/.metadata is missing"}
+    assert (checkpoints.fetch(bucket, "run", 50, tmp_path / "new") / "optimizer_0" / "__1_0.distcp").exists()
 
 
 def test_a25_with_no_complete_one_there_is_no_silent_fresh_start(bucket: Bucket, tmp_path: Path) -> None:
