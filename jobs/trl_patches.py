@@ -284,8 +284,8 @@ def refuse_merged_sync() -> None:
             raise ConfigError(f"lora: vLLM cannot serve this adapter as it is. {error}") from error
         return bool(original(server_info, model, args))
 
-    module.select_adapter_sync = select_adapter_sync
     _replace(module, "WeightTransferClient", _no_nccl)
+    module.select_adapter_sync = select_adapter_sync
 
 
 def own_rollout_process(fork: bool) -> None:

@@ -59,6 +59,22 @@ def test_values_and_gradients_are_those_of_log_softmax_and_gather(
             torch.testing.assert_close(mine.grad, other.grad, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("temperature", "cap", "scale"), [(1.0, None, 1.0), (0.7, 5.0, 0.5)])
+def test_they_are_those_of_the_trl_that_has_them_in_torch(temperature: float, cap: float | None, scale: float) -> None:
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    found = []
+    for function in (LogProbabilities, ChunkedLogProbFunction):
+        hidden, weight, bias, targets = inputs(20, 97, bias=True)
+        hidden.requires_grad_()
+        log_probs, entropy, *none = function.apply(hidden, weight, bias, targets, temperature, 32, cap, scale, BOTH)
+        assert none == [None, None, None]
+        (log_probs.sum() + 2 * entropy.sum()).backward()
+        found.append([log_probs, entropy, hidden.grad])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
 def test_the_log_probabilities_are_bounded_and_the_entropy_is_left_out_when_nobody_asks() -> None:
     hidden, weight, _, targets = inputs(5, 11, bias=False)
     log_probs, *others = LogProbabilities.apply(hidden * 1e4, weight, None, targets, 1.0, 32768)
