@@ -78,11 +78,20 @@ def group_name(owner: Owner, spec: JobSpec) -> str:
 def hosts_file(of: Member, members: Iterable[Member], host: str, machine: str) -> str:
     """What a member looks names up in: its own host name, the members of its group, and what this machine's file has.
 
-    A name that several members have gets a line for each.
+    A name that several members have gets a line for each. The host name is the member's own, as a container's is, and
+    leads to where its peers find it, unless it is the name of the loopback interface.
     """
-    lines = [f"{of.own.shared} {host}"]
+    lines = []
+    if host != "localhost":
+        machine = "\n".join(_without(host, line) for line in machine.splitlines())
+        lines.append(f"{of.own.shared} {host}")
     lines += [f"{each.own.shared} {' '.join(each.names())}" for each in members if each.name == of.name]
-    return "\n".join([*lines, machine])
+    return "\n".join([*lines, machine.rstrip("\n"), ""])
+
+
+def _without(name: str, line: str) -> str:
+    address, *names = line.partition("#")[0].split() or [""]
+    return " ".join([address, *left]) if (left := [each for each in names if each != name]) else ""
 
 
 class Network:

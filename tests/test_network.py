@@ -53,10 +53,12 @@ def test_the_hosts_file_of_a_member():
         return Member(address, name, aliases, Own(address, "-"), Path())
 
     one, two, other = member("g", "a", "b", address="1"), member("g", "b", address="2"), member("h", "a", address="3")
-    assert hosts_file(one, [one, two, other], "here", "127.0.0.1 localhost\n").splitlines() == [
-        "1 here",
-        "1 g g-a g-b",
-        "2 g g-b",
+    group = ["1 g g-a g-b", "2 g g-b"]
+    machine = "127.0.0.1 localhost here\n# here\n\n127.0.1.1\there # here\n10.0.0.7 bucket\n"
+    told = hosts_file(one, [one, two, other], "here", machine).splitlines()
+    assert [line for line in told if line] == ["1 here", *group, "127.0.0.1 localhost", "10.0.0.7 bucket"]
+    assert hosts_file(one, [one, two], "localhost", "127.0.0.1 localhost\n").splitlines() == [
+        *group,
         "127.0.0.1 localhost",
     ]
 
@@ -74,7 +76,7 @@ def test_members_come_and_go(tmp_path):
     groups.leave(places[1])
     assert f"{places[0].prefix}b" not in places[0].hosts.read_text()
     assert places[0].hosts.stat().st_ino == before  # it is mounted
-    assert places[0].hosts.read_text().endswith(Path("/etc/hosts").read_text())
+    assert "localhost" in places[0].hosts.read_text()
     assert groups.member(USER, "c", parse_spec({"command": ["true"], "dockerImage": IMAGE}), tmp_path) is None
 
 
@@ -134,6 +136,11 @@ def addresses(name):
     except socket.gaierror:
         return 0
 prefix = os.environ["HF_NETWORK_GROUP_PREFIX"]
+server = socket.create_server((socket.gethostname(), 0))
+assert addresses(socket.gethostname()) == 1 and server.getsockname()[0].startswith("127.")
+assert socket.gethostname() == "localhost" or server.getsockname()[0] in {
+    each[4][0] for each in socket.getaddrinfo(os.environ["HF_NETWORK_GROUP_HOSTNAME"], 80)
+}
 print(addresses(os.environ["HF_NETWORK_GROUP_HOSTNAME"]), *(addresses(prefix + name) for name in sys.argv[1:]))
 """
 FOREVER = ("python", "-S", "-c", "import time; time.sleep(600)")
