@@ -175,7 +175,11 @@ def _take(thread: int, descriptor: int) -> socket.socket:
         os.close(pidfd)
     if copy < 0:
         raise OSError(ctypes.get_errno(), "pidfd_getfd")
-    return socket.socket(fileno=copy)  # waits or not, as it did
+    try:
+        return socket.socket(fileno=copy)  # waits or not, as it did
+    except OSError:  # it is none
+        os.close(copy)
+        raise
 
 
 def _send(listener: int, number: int, error: int, flags: int = 0) -> None:

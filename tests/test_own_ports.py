@@ -1,5 +1,6 @@
 """Whose address a call means, and what a program sees that shares its ports with nobody."""
 
+import errno
 import socket
 import subprocess
 import sys
@@ -166,13 +167,35 @@ except OSError as error:
 
 def test_threads_children_and_what_is_left_to_the_kernel(inside, tmp_path):
     told = inside(CHILD_OF_A_THREAD % tmp_path.name).stdout.read().split()
-    assert told == [OWN.shared, OWN.shared, "0.0.0.0", "99"]  # EADDRNOTAVAIL
+    assert told == [OWN.shared, OWN.shared, "0.0.0.0", str(errno.EADDRNOTAVAIL)]
+
+
+WRONG = """
+import ctypes, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+address = b"\\x02\\x00\\x1f\\x40" + bytes(12)
+stream = socket.socket()
+for descriptor, pointer, length in (
+    (os.pipe()[0], address, 16),
+    (999, address, 16),
+    (stream.fileno(), ctypes.c_void_p(1), 16),
+    (stream.fileno(), ctypes.c_void_p(-1), 16),
+    (stream.fileno(), address, 3),
+    (stream.fileno(), address, 16),
+):
+    print(ctypes.get_errno() if libc.bind(descriptor, pointer, length) else 0)
+"""
+
+
+def test_calls_that_are_wrong_get_the_kernels_answers(inside):
+    expected = [errno.ENOTSOCK, errno.EBADF, errno.EFAULT, errno.EFAULT, errno.EINVAL, 0]
+    assert list(map(int, inside(WRONG).stdout.read().split())) == expected
 
 
 def test_a_port_that_is_taken_is_taken(inside, free_port):
     code = f"import socket; a = socket.create_server(('', {free_port})); socket.socket().bind(('', {free_port}))"
     running = inside(f"try:\n    exec({code!r})\nexcept OSError as error:\n    print(error.errno)")
-    assert running.stdout.read().split() == ["98"]  # EADDRINUSE
+    assert running.stdout.read().split() == [str(errno.EADDRINUSE)]
 
 
 def test_the_rest_of_the_machine_is_where_it_was(inside):
