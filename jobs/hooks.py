@@ -20,6 +20,12 @@ from jobs.scoring import Scoring
 
 log = logging.getLogger("jobs.train")
 
+UNFIT = {
+    "weight_transfer": "it would sync whole weights, which do not reach the replicas",
+    "rollout_worker": "TRL does not tell it the adapter's name, so its rollouts would be the base model's",
+}
+"""Arguments of AsyncGRPOTrainer (TRL 1.16) with which it cannot train here, and why."""
+
 Train = Callable[[str | None], Any]
 """Trains a trainer from a checkpoint, or from its beginning; returns what TRL's `train` does."""
 
@@ -64,10 +70,9 @@ class Hooks:
     def _construct(self, original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(original).bind(trainer, *args, **kwargs)
         said = given.arguments
-        if said.get("weight_transfer") is not None:
-            raise ConfigError(
-                "trainer.script: AsyncGRPOTrainer gets weight_transfer, which does not reach the replicas. Remove it."
-            )
+        for name, why in UNFIT.items():
+            if said.get(name) is not None:
+                raise ConfigError(f"trainer.script gives AsyncGRPOTrainer a {name}: {why}. Remove it.")
         if said.get("model") not in (self.recipe.model.id, self.model):
             self._overruled("model", said.get("model"), self.recipe.model.id)
         said["model"] = self.model

@@ -12,6 +12,7 @@ Exit status: 0 trained to the end; 2 a setting cannot work; 1 training failed; 1
 after the last optimizer step saved as a checkpoint.
 """
 
+import atexit
 import dataclasses
 import difflib
 import gc
@@ -177,13 +178,11 @@ def _run_script(
         Terminated: SIGTERM ended its training.
         ConfigError: a setting cannot work, or the script did not train.
     """
-    resume = environ.get("ASYNCGRPO_RESUME")
-    left = {"ASYNCGRPO_RESUME": resume} if resume else {}
+    left = dict(environ)
 
     def train(trainer: Any, trl_train: Train) -> Any:
-        # A script that trains twice goes on from the checkpoint once.
-        own = {**environ, "ASYNCGRPO_RESUME": left.pop("ASYNCGRPO_RESUME", "")}
-        result = train_to_the_end(trainer, trl_train, own, ranks)
+        result = train_to_the_end(trainer, trl_train, left, ranks)
+        left.pop("ASYNCGRPO_RESUME", None)  # a script that trains twice goes on from a checkpoint once
         stop.training = False  # what the script does after it is not waited for
         return result
 
@@ -373,9 +372,10 @@ def _run_and_leave() -> NoReturn:
     except BaseException:
         traceback.print_exc()
         status = 1
-    if sys.modules["__main__"] is not own:  # a script's exit handlers have to run
-        sys.exit(status)
-    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    if sys.modules["__main__"] is own:
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    else:
+        atexit._run_exitfuncs()  # a script may have handlers of its own: what reports its metrics does
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -43,7 +43,14 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
     run = Run()
 
-    def init(self: Any, model: Any, reward_funcs: Any = None, args: Any = None, peft_config: Any = None) -> None:
+    def init(
+        self: Any,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        peft_config: Any = None,
+        rollout_worker: Any = None,
+    ) -> None:
         run.given = {"model": model, "reward_funcs": reward_funcs, "peft_config": peft_config}
         self.args = args
 
@@ -139,6 +146,12 @@ def test_full_fine_tuning_is_one_clear_error(run: Run) -> None:
     run.install()
     with pytest.raises(ConfigError, match=r"trains without an adapter.*the recipe has no \[lora\]"):
         trainer("some/model", reward)
+
+
+def test_what_would_train_on_rollouts_of_another_policy_is_refused(run: Run) -> None:
+    run.install(lora={"r": 4})
+    with pytest.raises(ConfigError, match="a rollout_worker: TRL does not tell it the adapter's name"):
+        trainer("some/model", reward, rollout_worker=object())
 
 
 def test_training_resumes_and_is_noted(run: Run, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -42,11 +42,19 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 class Training:
     """A training child at work."""
 
-    def __init__(self, folder: Path, url: str, *overrides: str, resume: Path | None = None, gpus: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        *overrides: str,
+        recipe: str = "digit",
+        resume: Path | None = None,
+        gpus: str = "",
+    ) -> None:
         folder.mkdir(exist_ok=True)
         model = str(tiny.build("digit"))
         spec = RunSpec(
-            "test", load("digit", overrides=['model.dtype="float32"', *overrides]), ModelRef("path", model, model)
+            "test", load(recipe, overrides=['model.dtype="float32"', *overrides]), ModelRef("path", model, model)
         )
         (folder / "spec.json").write_bytes(spec.to_json())
         self.output, self.log = folder / "output", folder / "log"
