@@ -113,8 +113,8 @@ class JobSettings:
     replica outlives the last sign of its run, and how long a trainer may tell nothing. `trainer_packages` are installed
     by pip in the trainer's Job before it starts, with the packages that a script asks for in its inline metadata: the
     image has vLLM, not TRL. Empty for an image that has it all. `trainer_image` is that of the trainer, if it is
-    another one than the replicas' `image`. `network` is how the trainer reaches replicas: at `exposed` ports, through the
-    Hub's gateway, or directly in a network `group`."""
+    another one than the replicas' `image`. `network` is how the trainer reaches replicas: at `exposed` ports, through
+    the Hub's gateway, or directly in a network `group`."""
 
     replica_flavor: str = "h200"
     trainer_flavor: str = "h200"

@@ -7,7 +7,7 @@ from emulator.bucket import MotoServer
 from jobs import model_fetch
 from jobs.bucket import Bucket
 from jobs.errors import ConfigError, NotFound, RunFailed
-from jobs.model_fetch import digest, obtain
+from jobs.model_fetch import digest, hub_environment, obtain
 from jobs.spec import ModelRef
 from tests.conftest import MotoBucket
 
@@ -79,3 +79,11 @@ def test_other_models_are_named_as_they_are(moto_bucket: MotoBucket, model: Path
     assert obtain(ModelRef("path", str(model), "m"), bucket, {}) == str(model)
     with pytest.raises(ConfigError, match=r"config\.json"):
         obtain(ModelRef("path", str(model / "sub"), "m"), bucket, {})
+
+
+def test_models_and_data_sets_come_from_the_hub_that_has_them() -> None:
+    job = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_TOKEN": "of the emulator", "HF_HOME": "/home/me/hf"}
+    assert hub_environment(job) == job
+    emulated = hub_environment({**job, "ASYNCGRPO_HUB": "https://hub.example"})
+    assert emulated["HF_ENDPOINT"] == "https://hub.example" and emulated["HF_HOME"] == "/home/me/hf"
+    assert "HF_TOKEN" not in emulated

@@ -36,6 +36,23 @@ def test_a_preempted_script_goes_on_where_it_was(train: Callable[..., Training])
     assert any(tensor.any() for name, tensor in final.items() if "lora_B" in name)
 
 
+def test_what_a_script_defines_reaches_a_spawned_rollout_process(
+    train: Callable[..., Training],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """With a GPU TRL's rollout process is spawned, so it imports the script; on a CPU it is forked."""
+    text = Path(SEVENS).with_suffix(".py").read_text()
+    spawned = (
+        "from jobs import trl_patches\n\ntrl_patches._ForkedRollout = trl_patches._SpawnedRollout\nprint(__name__)\n"
+    )
+    (tmp_path / "spawned.py").write_text(spawned + text)
+    both = train(f"trainer.script={tmp_path}/spawned.py", steps(2), recipe=SEVENS)
+    assert both.process.wait(WAIT_S) == 0, both.log.read_text()[-4000:]
+    lines = both.log.read_text().splitlines()
+    assert lines.count("__main__") == lines.count("__mp_main__") == lines.count("trained 2 steps") == 1
+    assert "rewards/sevens" in both.steps()[0]
+
+
 def test_several_processes_run_a_script(train: Callable[..., Training]) -> None:  # noqa: F811
     both = train(steps(2), recipe=SEVENS, gpus="0,1")
     assert both.process.wait(WAIT_S) == 0, both.log.read_text()[-4000:]
