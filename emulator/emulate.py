@@ -27,7 +27,7 @@ from emulator.serve import Emulator
 from jobs import live, logs, machine, model_fetch, plot, preflight, probe, recipe, reward_server, tiny
 from jobs.bucket import BucketSettings
 from jobs.cache import cache_dir
-from jobs.errors import AsyncgrpoError, ConfigError
+from jobs.errors import AsyncgrpoError, ConfigError, NotFound
 from jobs.interrupts import INTERRUPTED, interruptible
 from jobs.labels import run_name
 from jobs.launch import Glance, Launch
@@ -168,6 +168,8 @@ def _run(
 
                 try:
                     summary = launch.follow(look)
+                    with contextlib.suppress(NotFound):
+                        launch.fetch_final(folder)
                 except AsyncgrpoError:
                     summary = launch.summary()
                     raise
@@ -232,6 +234,8 @@ def _tell(summary: dict[str, Any], folder: Path, as_json: bool) -> None:
     if first is not None and last is not None:
         click.echo(f"reward {first:.3f} -> {last:.3f} in {summary['steps']} steps, {summary['wall_s']:.0f} s", err=True)
     click.echo(f"summary: {folder / 'summary.json'}", err=True)
+    if (folder / "final").exists():
+        click.echo(f"adapter: {folder / 'final'}", err=True)
     if (folder / "reward.png").exists():
         click.echo(f"reward:  {folder / 'reward.png'}", err=True)
     click.echo(f"logs:    {folder / 'logs'}", err=True)

@@ -1,10 +1,8 @@
 """Checkpoints in the bucket: file by file, the list of files last, so that a torn one is never resumed from."""
 
 import hashlib
-import json
 import logging
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +17,6 @@ NEEDED = ("trainer_state.json", "rollout_state.json", "adapter_model.safetensors
 """Files without which TRL cannot go on where it was (transformers' Trainer, and AsyncGRPO's own rollout_state.json)."""
 WHOLE, SHARDED = ("optimizer.pt",), ("pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata")
 """What is needed besides: either one file, or, of several processes under FSDP2, the lists of their shards."""
-COMPLETE = "complete.json"
 
 _STEP = re.compile(r"checkpoint-([0-9]+)")
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import JobInfo, Volume
 
-from jobs import bundle, deadlines, labels, leader, lease
+from jobs import bundle, deadlines, folders, labels, leader, lease
 from jobs.bucket import SHOWN_POLL_S, SHOWN_S, Bucket
 from jobs.crew import PORT, TERMINAL, Crew
 from jobs.errors import BucketError, ConfigError, NotFound, RunFailed
@@ -26,7 +26,7 @@ from jobs.recipe import Recipe
 from jobs.roster import JobPlan, Role
 from jobs.script import dependencies
 from jobs.site import Site
-from jobs.spec import VLLM_SERVER, Engine, ModelRef, RunSpec, Transport, spec_key
+from jobs.spec import VLLM_SERVER, Engine, ModelRef, RunSpec, Transport, final_prefix, spec_key
 from jobs.summary import FIELDS, summary_key
 
 log = logging.getLogger(__name__)
@@ -208,6 +208,14 @@ class Launch:
             else:
                 self._check(watch, jobs, progress, now)
             time.sleep(self.site.poll_s)
+
+    def fetch_final(self, folder: Path) -> None:
+        """Brings the trained adapter of a run that is done into `folder`/final.
+
+        Raises:
+            NotFound: the run has left none: a script of the user's own ends as it likes.
+        """
+        folders.receive(self.bucket, final_prefix(self.run), folder / "final", SHOWN_S)
 
     def summary(self, within_s: float = 0.0) -> dict[str, Any]:
         """The summary as the trainer left it in the bucket; every field null where it left none."""

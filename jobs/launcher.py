@@ -1,5 +1,6 @@
 """`asyncgrpo launch`: from the command line to a run on Hugging Face Jobs, or to its plan."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -31,7 +32,7 @@ from jobs import (
     tiny,
 )
 from jobs.bucket import BucketSettings
-from jobs.errors import ConfigError
+from jobs.errors import ConfigError, NotFound
 from jobs.interrupts import INTERRUPTED, interruptible
 from jobs.launch import Glance, Launch
 from jobs.recipe import Recipe
@@ -189,10 +190,13 @@ def _start(started: Launch, options: Options, made: plan.Plan) -> int:
             "first_step_s": round(first_step_at - began_at, 2) if first_step_at else None,
             "cost_usd": costs.of_jobs(glances[-1].jobs.values(), prices),
         }
-    file = Path("runs", started.run, "summary.json")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(summary, indent=2) + "\n")
-    _say(f"summary: {file}")
+    folder = Path("runs", started.run)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    _say(f"summary: {folder / 'summary.json'}")
+    with contextlib.suppress(NotFound):
+        started.fetch_final(folder)
+        _say(f"adapter: {folder / 'final'}")
     if options.as_json:
         _print(json.dumps(summary))
     return 0

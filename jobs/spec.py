@@ -71,6 +71,11 @@ class RunSpec:
             raise ConfigError(f"run {run!r} is not in the bucket {bucket.settings.url}: no {error.key}.") from error
 
 
+def final_prefix(run: str) -> str:
+    """Where the trained adapter's files lie, without the last '/'."""
+    return f"runs/{run}/final"
+
+
 def spec_key(run: str) -> str:
     """Key of the run's specification."""
     return f"runs/{run}/spec.json"

@@ -21,13 +21,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jobs import attempts, bundle, checkpoints, lease, model_fetch, processes
+from jobs import attempts, bundle, checkpoints, folders, lease, model_card, model_fetch, processes
 from jobs.bucket import SHOWN_S, Bucket
 from jobs.counters import Counters
 from jobs.errors import BucketError, NotFound, RunFailed
 from jobs.leader import StandIn
+from jobs.manifest import CONFIG_FILE
 from jobs.progress import Progress, metrics_key, progress_key
-from jobs.spec import RunSpec
+from jobs.spec import RunSpec, final_prefix
 from jobs.summary import summarize, summary_key
 
 log = logging.getLogger(__name__)
@@ -274,11 +275,11 @@ class Supervisor:
         run = self.spec.run
         try:
             self.bucket.put(metrics_key(run, self.attempt), self._metrics())
-            final = self.output_dir / "final"
-            for path in sorted(final.iterdir()) if final.is_dir() else []:
-                self.bucket.put_file(f"runs/{run}/final/{path.name}", path)
             self.progress.updated_at = time.time()
             summary = summarize(self.spec, self.progress.to_dict(), self._all_rows())
+            if (self.output_dir / "final" / CONFIG_FILE).is_file():
+                model_card.write(self.output_dir / "final", self.spec, summary)
+                folders.send(self.bucket, final_prefix(run), self.output_dir / "final")
             self.bucket.put(summary_key(run), json.dumps(summary).encode())
             self.bucket.put(progress_key(run), json.dumps(self.progress.to_dict()).encode())
             if self.progress.state in ("done", "failed"):

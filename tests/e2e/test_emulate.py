@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from jobs import tiny
 from jobs.summary import FIELDS
 from tests.conftest import started
+from tests.engines import engine_environ, running, vllm_command
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = ROOT / "dist" / "asyncgrpo.pyz"
@@ -62,6 +64,48 @@ def test_what_a_run_leaves(digit: tuple[dict[str, Any], Path, str]) -> None:
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((folder / "logs").glob("*.log"))) == 3
     assert str(Path("runs", "real", "summary.json")) in words and "step 120/120" in words
+
+
+def test_the_adapter_is_what_was_trained_in_transformers_too(digit: tuple[dict[str, Any], Path, str]) -> None:
+    import torch
+    from huggingface_hub import ModelCard
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    summary, folder, _ = digit
+    card = ModelCard.load(folder / "final" / "README.md")
+    assert card.data.library_name == "peft" and f"| {summary['reward_last']:.4g} |" in card.text
+    base = str(tiny.build("digit"))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    prompts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True) for row in some_prompts()]
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder / "final"))
+    torch.manual_seed(0)
+    ids = [prompt if isinstance(prompt, list) else prompt["input_ids"] for prompt in prompts]
+    texts = []
+    for each in ids:
+        tokens = model.generate(torch.tensor([each]), do_sample=True, max_new_tokens=8, top_k=0)
+        texts.append(tokenizer.decode(tokens[0, len(each) :]))
+    assert sum(text.count("7") for text in texts) / (8 * len(texts)) >= 0.7, texts
+
+
+def test_the_adapter_is_what_was_trained_in_vllm_too(
+    digit: tuple[dict[str, Any], Path, str], tmp_path: Path, free_port: int
+) -> None:
+    _, folder, _ = digit
+    command = vllm_command(free_port, str(tiny.build("digit")), "--lora-modules", f"final={folder / 'final'}")
+    with running(command, engine_environ(tmp_path, {}), free_port, tmp_path / "vllm.log") as engine:
+        asked = {"messages": some_prompts()[0]["prompt"], "max_tokens": 8, "n": 16, "seed": 1, "temperature": 1}
+
+        def sevens(model: str) -> float:
+            answer = engine.post("/v1/chat/completions", json={**asked, "model": model}).json()
+            texts = [choice["message"]["content"] for choice in answer["choices"]]
+            return sum(text.count("7") for text in texts) / (8 * len(texts))
+
+        assert sevens("final") >= 0.7 and sevens("tiny") <= 0.2
+
+
+def some_prompts() -> list[dict[str, Any]]:
+    return [dict(row) for row in tiny.digit_prompts().select(range(16))]
 
 
 def test_a_killed_replica_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
