@@ -165,6 +165,17 @@ class Bucket:
             if error.code not in _TAKEN:
                 raise
 
+    def ensure(self) -> None:
+        """Makes the bucket itself unless it is there. Where it is, keys that may make none will do."""
+        try:
+            self.get("runs")
+        except NotFound:
+            return
+        except BucketError as error:
+            if not (isinstance(error.__cause__, S3Error) and error.__cause__.code == "NoSuchBucket"):
+                raise
+            self.create()
+
     def put(self, key: str, data: bytes) -> str:
         """Writes an object, over an older one if there is any; returns its etag, as `entries` has it."""
         response = self._retried(lambda: self._send("PUT", key, body=data), f"put {key}")

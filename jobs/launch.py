@@ -110,11 +110,14 @@ class Launch:
     def claim(self, model_dir: Path | None = None) -> tuple[Path | None, str]:
         """Claims the run's name and brings the model into the bucket; returns this program's archive and its sha256.
 
+        A bucket that is not there is made.
+
         `model_dir` holds a model that no Hub has; it travels through the bucket.
 
         Raises:
             ConfigError: the run's name is taken in this bucket.
         """
+        self.bucket.ensure()
         archive = bundle.archive()
         sha256 = hashlib.sha256(archive.read_bytes()).hexdigest() if archive else ""
         spec = RunSpec(

@@ -23,6 +23,11 @@ def trainer() -> int:
     bucket, run = Bucket.from_env(os.environ), os.environ["ASYNCGRPO_RUN"]
     spec = RunSpec.read(bucket, run)
     steps, end = int(spec.recipe.trainer["max_steps"]), spec.recipe.description
+    if end == "fails at once":
+        sys.stdout.write("words of its last line\n")
+        return 3
+    while end == "never starts":
+        time.sleep(0.1)
     progress = Progress(run, attempts.claim(bucket, run), steps, time.time())
     stand_in = StandIn.from_env(bucket, spec, "trainer", os.environ)
     assert stand_in is not None
@@ -38,7 +43,7 @@ def trainer() -> int:
         if end == "dies" and progress.attempt == 1:
             os.kill(os.getpid(), 9)
         time.sleep(0.05)
-    while end == "goes on":
+    while end in ("goes on", "replicas die"):
         time.sleep(0.1)
         if not lease.keep(bucket, run):
             return 143
@@ -54,6 +59,9 @@ def trainer() -> int:
 
 def replica() -> int:
     sys.stdout.write(f"replica {os.environ['ASYNCGRPO_REPLICA']}\n")
+    if RunSpec.read(Bucket.from_env(os.environ), os.environ["ASYNCGRPO_RUN"]).recipe.description == "replicas die":
+        sys.stdout.write("words of its last line\n")
+        return 3
     time.sleep(60)
     return 0
 
