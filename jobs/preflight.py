@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from jobs import packages, versions
+from jobs import modules, packages, versions
 from jobs import script as scripts
 from jobs.errors import ConfigError
 from jobs.manifest import RANKS, check_config
@@ -216,8 +216,9 @@ def check_functions(recipe: Recipe) -> None:
     """Rewards (and a dataset given as a function) can be imported here, as the Jobs will do."""
     from jobs.rewards import resolve
 
-    for i, name in enumerate(recipe.reward.functions if recipe.reward else []):
-        if not is_url(name):
-            resolve(name, f"reward.functions[{i}]")
-    if recipe.dataset and ":" in recipe.dataset.load:
-        resolve(recipe.dataset.load, "dataset.load")
+    with modules.installed(recipe.sources):
+        for i, name in enumerate(recipe.reward.functions if recipe.reward else []):
+            if not is_url(name):
+                resolve(name, f"reward.functions[{i}]")
+        if recipe.dataset and ":" in recipe.dataset.load:
+            resolve(recipe.dataset.load, "dataset.load")

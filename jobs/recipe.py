@@ -12,6 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+from jobs import modules
 from jobs import script as scripts
 from jobs.errors import ConfigError
 from jobs.script import Script, Stated
@@ -150,7 +151,8 @@ class Recipe:
     `trainer.script_args`), which brings them. Where the recipe and its script both say something, the recipe holds:
     `model`, each field of `trainer`, and `lora` if there is that section. The script's own values hold otherwise. TRL's
     server, output directory and device are the run's in any case. `script` is the file as it was read; TOML has
-    `trainer.script` instead."""
+    `trainer.script` instead. So are `sources`, by module: files beside the recipe, or in the current directory, that
+    rewards and data set name as `module:function`."""
 
     name: str
     model: Model
@@ -160,6 +162,7 @@ class Recipe:
     lora: Lora | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     script: Script | None = None
+    sources: dict[str, str] = field(default_factory=dict)
     replica: Replica = field(default_factory=Replica)
     proxy: Proxy = field(default_factory=Proxy)
     jobs: JobSettings = field(default_factory=JobSettings)
@@ -243,6 +246,7 @@ def load(recipe: str, config: str | None = None, overrides: Iterable[str] = ()) 
     values.setdefault("name", Path(recipe).stem)
     if isinstance(trainer := values.get("trainer"), dict) and (script := scripts.take(trainer)):
         values["script"] = asdict(script)
+    values["sources"] = modules.take(values, [*(Path(each).parent for each in (config, recipe) if each), Path()])
     return Recipe.from_dict(values, config or recipe)
 
 
@@ -260,8 +264,9 @@ def _file(source: str) -> dict[str, Any]:
         values = tomllib.loads(text(source))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is not TOML: {error}") from error
-    if "script" in values:
-        raise ConfigError(f"{source}: unknown field script (did you mean trainer.script?).")
+    for name, meant in (("script", "trainer.script"), ("sources", "reward.functions")):
+        if name in values:
+            raise ConfigError(f"{source}: unknown field {name} (did you mean {meant}?).")
     if isinstance(trainer := values.get("trainer"), dict) and isinstance(script := trainer.get("script"), str):
         trainer["script"] = str(Path(source).parent / script)
     return values

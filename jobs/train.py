@@ -27,7 +27,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jobs import as_main, bundle, journal, packages, probe, processes, resume, rewards, scoring, trl_patches, versions
+from jobs import (
+    as_main,
+    bundle,
+    journal,
+    modules,
+    packages,
+    probe,
+    processes,
+    resume,
+    rewards,
+    scoring,
+    trl_patches,
+    versions,
+)
 from jobs.bucket import SHOWN_S, Bucket
 from jobs.errors import ConfigError
 from jobs.hooks import Hooks, Train
@@ -106,6 +119,7 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
         spec = _read_spec(environ)
         _prepare_environment(spec)
         ranks = Ranks.join(environ)
+        modules.install(spec.recipe.sources, Path(environ[journal.OUTPUT_DIR]).absolute().with_name("modules"))
         script, as_script = spec.recipe.script, None
         if script is not None:
             file = Path(environ[journal.OUTPUT_DIR]).absolute().with_name("script") / script.name

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,23 @@ def test_plain_asynchronous_and_served_rewards_add_up_by_their_weights(train: Ca
         assert step["reward"] == pytest.approx(sum(parts), abs=1e-4) and served == pytest.approx(2 * digit, abs=1e-4)
     assert any(step["reward_std"] > 0 for step in steps)
     assert "HTTP Request" not in training.log.read_text()
+
+
+def test_a_file_of_ones_own_is_there_with_the_trainer(
+    train: Callable[..., Training],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine_own.py").write_text(
+        "import jobs.rewards\n\ndef double(**columns):\n    return [2 * x for x in jobs.rewards.digit(**columns)]\n"
+    )
+    training = train("trainer.max_steps=2", "reward.functions=['jobs.rewards:digit', 'mine_own:double']")
+    Path("mine_own.py").unlink()
+    assert training.process.wait(WAIT_S) == 0, training.log.read_text()[-4000:]
+    assert all(
+        step["rewards/double"] == pytest.approx(2 * step["rewards/digit"], abs=1e-4) for step in training.steps()
+    )
 
 
 def test_a_server_that_refuses_ends_the_run_with_the_fix(train: Callable[..., Training]) -> None:  # noqa: F811
