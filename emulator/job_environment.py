@@ -3,14 +3,15 @@
 A Job's image is not run; a table maps it to a Python interpreter of this machine. Its environment is made from nothing,
 so that whatever works here does not work by virtue of something the host happened to have.
 
-Two things a container gives and a local process cannot have are made by agreement:
+Two things a container gives and a local process cannot have everywhere are made by agreement:
 
 - *Mount paths.* A volume asked for at `/data` is a directory of the Job. Every mention of that path in the command,
   arguments and environment is rewritten to it: `/data/x`, `--out=/data`, `bash -c 'ls /data'`, but not `s3://a/data`.
-- *Ports.* Two Jobs may both expose port 8000. Each has a local port for it, by which the number is replaced where a
-  command or variable says it: `--port 8000`, `http.server 8000`, `0.0.0.0:8000`, `PORT=8000`, but not `--max-len 8000`
-  or `other.host:8000`. A program may read `ASYNCGRPO_BIND_8000` ("host:port") instead. One that listens on 8000 without
-  saying so anywhere is found all the same, if it is the first (see `emulator.ports`).
+- *Ports.* Two Jobs may both expose port 8000. Where the machine allows it, each has all ports for itself (see
+  `emulator.own_ports`), and nothing is replaced. Elsewhere each has a local port for it, by which the number is
+  replaced where a command or variable says it: `--port 8000`, `http.server 8000`, `0.0.0.0:8000`, `PORT=8000`, but not
+  `--max-len 8000` or `other.host:8000`. A program may read `ASYNCGRPO_BIND_8000` ("host:port") instead. One that
+  listens on 8000 without saying so anywhere is found all the same, if it is the first (see `emulator.ports`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each member has a hosts file in which the group's names lead to its living members, as the Hub's DNS does, and ports of
 its own (`emulator.own_ports`). A name is known from its member's place on a machine to its end, whether anything
-listens there or not.
+listens there or not. A Job that exposes ports has ports of its own, too, without being in a group.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address
@@ -36,10 +37,13 @@ PROBE = (
 
 @dataclass(frozen=True)
 class Member:
-    """A Job's place in its group. `name` resolves to all members, `name-<alias>` to those that claim the alias."""
+    """A Job's place in the network.
+
+    `name` resolves to all members of its group, `name-<alias>` to those that claim the alias; None: it is in no group.
+    """
 
     job_id: str
-    name: str
+    name: str | None
     aliases: tuple[str, ...]
     own: Own
     hosts: Path
@@ -51,11 +55,11 @@ class Member:
 
     def environment(self) -> dict[str, str]:
         """The variables by which a Job finds its peers."""
-        return {"HF_NETWORK_GROUP_HOSTNAME": self.name, "HF_NETWORK_GROUP_PREFIX": self.prefix}
+        return {"HF_NETWORK_GROUP_HOSTNAME": self.name, "HF_NETWORK_GROUP_PREFIX": self.prefix} if self.name else {}
 
     def names(self) -> list[str]:
         """The names that lead to this member."""
-        return [self.name, *(f"{self.prefix}{alias}" for alias in self.aliases)]
+        return [self.name, *(f"{self.prefix}{alias}" for alias in self.aliases)] if self.name else []
 
     @contextlib.contextmanager
     def entrance(self, command: Sequence[str]) -> Iterator[tuple[list[str], int]]:
@@ -71,7 +75,7 @@ _SHIM = (sys.executable, "-I", "-S", str(Path(member.__file__)))
 
 def group_name(owner: Owner, spec: JobSpec) -> str:
     """The name of a Job's group, which the owner's Jobs of one resource group share."""
-    group = (spec.network or {})["group"]
+    group = spec.network["group"] if spec.network else ""
     return f"g-{hashlib.sha256(repr((owner.name, spec.resource_group_id, group)).encode()).hexdigest()[:NAME_DIGITS]}"
 
 
@@ -85,7 +89,7 @@ def hosts_file(of: Member, members: Iterable[Member], host: str, machine: str) -
     if host != "localhost":
         machine = "\n".join(_without(host, line) for line in machine.splitlines())
         lines.append(f"{of.own.shared} {host}")
-    lines += [f"{each.own.shared} {' '.join(each.names())}" for each in members if each.name == of.name]
+    lines += [f"{each.own.shared} {' '.join(each.names())}" for each in members if of.name and each.name == of.name]
     return "\n".join([*lines, machine.rstrip("\n"), ""])
 
 
@@ -103,28 +107,31 @@ class Network:
         self._host = socket.gethostname()
         self._missing: str | None = None
         self._probed = False
+        self._probing = threading.Lock()
 
-    def member(self, owner: Owner, job_id: str, spec: JobSpec, directory: Path) -> Member | None:
-        """A Job's place in the group it asked for, with a hosts file in `directory`; None if it asked for none."""
+    def member(self, owner: Owner, job_id: str, spec: JobSpec, directory: Path) -> Member:
+        """A Job's place, in the group that it asks for if it asks for one, with a hosts file in `directory`."""
+        own, hosts = _addresses(next(self._numbers)), directory / "hosts"
         if spec.network is None:
-            return None
-        own = _addresses(next(self._numbers))
-        return Member(job_id, group_name(owner, spec), tuple(spec.network["aliases"]), own, directory / "hosts")
+            return Member(job_id, None, (), own, hosts)
+        return Member(job_id, group_name(owner, spec), tuple(spec.network["aliases"]), own, hosts)
 
     def join(self, joining: Member) -> None:
         """Let its names lead to it. Its hosts file's directory is there by now."""
         self._members.append(joining)
-        self._write(joining.name)
+        self._write([joining] if joining.name is None else self._group(joining))
 
     def leave(self, leaving: Member) -> None:
         """Let its names lead to it no more. It may have left already."""
         if leaving in self._members:
             self._members.remove(leaving)
-            self._write(leaving.name)
+            self._write([] if leaving.name is None else self._group(leaving))
 
-    def _write(self, name: str) -> None:
+    def _group(self, of: Member) -> list[Member]:
+        return [each for each in self._members if each.name == of.name]
+
+    def _write(self, members: list[Member]) -> None:
         machine = Path(member.HOSTS).read_text(errors="replace")
-        members = [each for each in self._members if each.name == name]
         for each in members:
             # In place: it is mounted. In one piece, for somebody may be reading.
             each.hosts.touch()
@@ -134,10 +141,11 @@ class Network:
                 file.truncate(len(text))
 
     def missing(self, directory: Path) -> str | None:
-        """What this machine lacks for groups, or None: found out by trying, once. Blocks for a tenth of a second."""
-        if not self._probed:
-            self._missing = _probe(directory)
-            self._probed = True
+        """What this machine lacks for ports of a Job's own, or None: tried out, once, in a tenth of a second."""
+        with self._probing:
+            if not self._probed:
+                self._missing = _probe(directory)
+                self._probed = True
         return self._missing
 
 

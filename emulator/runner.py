@@ -51,7 +51,7 @@ class Running:
     """Whether SIGKILL ended its last process: what its mounts had not uploaded by then is lost."""
     routes: dict[int, Route] = field(default_factory=dict)
     binds: dict[int, int] = field(default_factory=dict)
-    """Exposed port -> local port the Job is asked to bind instead. A member of a network group has ports of its own."""
+    """Exposed port -> local port that the Job is asked to bind instead, if it has no ports of its own."""
     task: asyncio.Task[None] | None = None
 
 
@@ -86,7 +86,9 @@ class Runner:
         image = job_environment.find_image(spec.image, self.images)
         if image is None:
             raise BadRequest(f"image {spec.image!r} has no stand-in here: one of {', '.join(self.images)}")
-        if spec.network and (lacking := await asyncio.to_thread(self.network.missing, self.root)):
+        networked = bool(spec.network or spec.expose.ports)
+        lacking = await asyncio.to_thread(self.network.missing, self.root) if networked else None
+        if spec.network and lacking:
             raise BadRequest(
                 f'"network": this machine cannot keep groups apart ({lacking}): they take Linux with user namespaces,'
                 " /etc/hosts and seccomp notifications. Expose ports and use their URLs"
@@ -94,7 +96,7 @@ class Runner:
         if reason := self.slots.impossible(spec.flavor):
             raise BadRequest(f'"flavor": {reason}')
         job = self.table.create(owner, initiator, spec, initiator_type)
-        member = self.network.member(owner, job.id, spec, self.root / job.id)
+        member = self.network.member(owner, job.id, spec, self.root / job.id) if networked and not lacking else None
         running = Running(job, JobLog(self.logs / f"{job.id}.log"), member)
         self._running[job.id] = running
         await self.expose(job, spec.expose)
@@ -152,12 +154,14 @@ class Runner:
         elsewhere = False
 
         async def locate(refused: bool) -> str | None:
-            # The Job was asked to bind another port (see job_environment). If it did not, it may have bound this one.
             nonlocal elsewhere
             if running.process is None:
                 return None
             if running.member is not None:
-                return f"{running.member.own.shared}:{port}"
+                elsewhere ^= refused  # it may listen on loopback only
+                own = running.member.own
+                return f"{own.private if elsewhere else own.shared}:{port}"
+            # The Job was asked to bind another port (see job_environment). If it did not, it may have bound this one.
             if refused:
                 elsewhere = not elsewhere and await asyncio.to_thread(
                     ports.listens, await asyncio.to_thread(running.process.pids), port
@@ -210,6 +214,8 @@ class Runner:
                 if mount := await asyncio.to_thread(self.volumes.mount, job.id, volume, seed):
                     live.append(mount)
             binds = {port: f"{ports.LOOPBACK}:{local}" for port, local in running.binds.items()}
+            if running.member:
+                binds = {port: f"0.0.0.0:{port}" for port in running.routes}
             environment = job_environment.environment(spec, job.id, image, places, mounts, binds, devices, self.mark)
             command = job_environment.command(spec, image, mounts, binds)
             if running.member:

@@ -12,7 +12,7 @@ import requests
 from huggingface_hub import HfApi, Volume
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError, JobNotFoundError
 
-from emulator import reaper, runner
+from emulator import ports, reaper, runner
 from emulator.job_environment import Image
 from emulator.live_mount import Lag
 from emulator.serve import Emulator
@@ -441,6 +441,16 @@ def get(url, token):
     return requests.get(url, headers={"Authorization": f"Bearer {token}"}, timeout=5)
 
 
+@pytest.fixture(params=["own ports", "ports replaced"])
+def ways(request, emulator, monkeypatch):
+    """Both ways to give each Job its ports: where the machine allows what it takes, and elsewhere."""
+    if request.param == "own ports":
+        request.getfixturevalue("groups")
+    else:
+        monkeypatch.setattr(emulator.runner.network, "missing", lambda directory: "asked to do without")
+
+
+@pytest.mark.usefixtures("ways")
 def test_two_jobs_expose_the_same_port(emulator, api, run):
     jobs = [run(["python", "-S", "-c", SERVER], expose=[8000], env={"ANSWER": word}) for word in ("one", "two")]
     urls = [job.status.expose_urls[0] for job in jobs]
@@ -455,9 +465,21 @@ def test_two_jobs_expose_the_same_port(emulator, api, run):
     assert get(urls[1], emulator.token).text == "two"
 
 
-def test_a_program_that_does_not_know_the_agreement_is_found(emulator, run, free_port):
-    listen = f"python -m http.server $(({free_port} + 1)) --bind 127.0.0.1"
-    job = run(["/bin/sh", "-c", listen], expose=[free_port + 1])
+def test_two_programs_that_listen_on_their_default_port(emulator, run, groups):
+    """As `vllm serve MODEL` does: no word of 8000 but in what is exposed."""
+    code = "from http import server; server.test(port=1000 * 8, HandlerClass=server.%s)"
+    handlers = {"SimpleHTTPRequestHandler": 200, "BaseHTTPRequestHandler": 501}
+    jobs = [run(["python", "-S", "-c", code % handler], expose=[8000]) for handler in handlers]
+    for job, status in zip(jobs, handlers.values(), strict=True):
+        url = job.status.expose_urls[0]
+        assert eventually(lambda url=url: (code := get(url, emulator.token).status_code) != 503 and code) == status
+
+
+@pytest.mark.usefixtures("ways")
+def test_a_program_that_does_not_know_the_agreement_is_found(emulator, run):
+    port = ports.free_port()
+    listen = f"python -m http.server $(({port - 1} + 1)) --bind 127.0.0.1"
+    job = run(["/bin/sh", "-c", listen], expose=[port])
     eventually(lambda: get(job.status.expose_urls[0], emulator.token).status_code == 200)
 
 

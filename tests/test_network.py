@@ -77,7 +77,12 @@ def test_members_come_and_go(tmp_path):
     assert f"{places[0].prefix}b" not in places[0].hosts.read_text()
     assert places[0].hosts.stat().st_ino == before  # it is mounted
     assert "localhost" in places[0].hosts.read_text()
-    assert groups.member(USER, "c", parse_spec({"command": ["true"], "dockerImage": IMAGE}), tmp_path) is None
+    before = [each.hosts.read_text() for each in places]
+    alone = groups.member(USER, "c", parse_spec({"command": ["true"], "dockerImage": IMAGE}), tmp_path)
+    groups.join(alone)
+    assert alone.environment() == {} and places[0].name not in alone.hosts.read_text()
+    groups.leave(alone)
+    assert [each.hosts.read_text() for each in places] == before
 
 
 @pytest.fixture(scope="module")
