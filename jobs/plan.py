@@ -186,7 +186,12 @@ def derived(recipe: Recipe, trainer_gpus: int | None) -> dict[str, Any]:
     batch = completions_per_step(recipe, processes)
     lag = staleness(recipe)
     length, completion = vllm.get("max_model_len"), trainer.get("max_completion_length", MAX_COMPLETION_TOKENS)
+    said = recipe.stated.config
+    overruled = [f"{name} {said[name]} -> {value}" for name, value in recipe.trainer.items() if name in said]
+    script = {"script": " ".join([recipe.script.name, *recipe.script.args])} if recipe.script else {}
     return {
+        **script,
+        **({"overruled": ", ".join(overruled)} if overruled else {}),
         "trainer_processes": processes,
         "completions_per_step": batch,
         "prompts_per_step": batch / trainer.get("num_generations", 8),

@@ -132,6 +132,13 @@ def test_slots_follow_from_what_the_script_says_unless_the_recipe_says_it(tmp_pa
     assert plan.resolve(bare(tmp_path, computed, "replica.vllm.max_lora_rank=64")).replica.vllm["max_lora_rank"] == 64
 
 
+def test_the_plan_says_what_the_recipe_overrules(tmp_path: Path) -> None:
+    chosen = bare(tmp_path, FULL, "lora.r=4", "trainer.max_steps=3", "trainer.script_args=['--fast']")
+    derived = plan.derived(plan.resolve(chosen), None)
+    assert (derived["script"], derived["overruled"]) == ("train.py --fast", "max_steps 9 -> 3")
+    assert (derived["max_loras"], derived["syncs"]) == (8, 3)
+
+
 REFUSED = {
     (FULL,): r"trainer\.script trains without an adapter.*only adapters travel: add \[lora\]",
     (WITH_ADAPTER.format("r=8, use_dora=True"),): "use_dora = True",
