@@ -13,6 +13,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from jobs.manifest import CONFIG_FILE, RANKS
 from jobs.packages import installed
+from jobs.preflight import SET_BY_US
 from jobs.recipe import Recipe
 from jobs.reward_server import is_url
 from jobs.spec import RunSpec
@@ -57,6 +58,7 @@ def _text(spec: RunSpec, adapter: Mapping[str, Any], summary: Mapping[str, Any],
     modules = adapter["target_modules"]
     made = {
         "base model": f"[{base}](https://huggingface.co/{base})" if spec.model.kind == "hub" else f"`{base}`",
+        "script": f"`{recipe.script.name}`" if recipe.script else None,
         "data set": f"`{recipe.dataset.load}`, split `{recipe.dataset.split}`" if recipe.dataset else None,
         "reward": _rewards(recipe),
         "optimizer steps": summary.get("steps"),
@@ -68,7 +70,7 @@ def _text(spec: RunSpec, adapter: Mapping[str, Any], summary: Mapping[str, Any],
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "run": f"`{spec.run}`, recipe `{recipe.name}`",
     }
-    settings = {f"`{name}`": value for name, value in sorted(recipe.trainer.items())}
+    settings = {f"`{name}`": value for name, value in sorted(recipe.settings.items()) if name not in SET_BY_US}
     served = min((each for each in RANKS if each >= rank), default=rank)
     return f"""# {spec.run}
 

@@ -69,3 +69,11 @@ def test_a_model_that_the_hub_does_not_have_is_no_metadata(tmp_path: Path) -> No
     card = written(tmp_path, RunSpec("first", recipe.load("digit"), ModelRef("bucket", "models/1", "digit")))
     assert card.data.base_model is None and row(card, "base model") == "`tiny:digit`"
     assert json.loads((tmp_path / "adapter_config.json").read_text()) == PEFTS
+
+
+def test_a_script_is_named_with_the_settings_that_held(tmp_path: Path) -> None:
+    chosen = recipe.load(str(Path(__file__).with_name("scripts") / "sevens.toml"))
+    card = written(tmp_path, RunSpec("first", chosen, ModelRef("bucket", "models/1", "digit")))
+    assert row(card, "script") == "`sevens.py`" and "data set" not in card.text
+    assert (row(card, "`learning_rate`"), row(card, "`save_strategy`")) == ("0.003", "steps")
+    assert "output_dir" not in card.text
