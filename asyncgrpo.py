@@ -203,13 +203,21 @@ def launch(**options: Any) -> None:
 
 @main.command()
 @example("asyncgrpo status digit-1129-230000 --bucket s3://my-bucket")
-@click.argument("run")
+@click.argument("run", required=False)
+@NAMESPACE
 @BUCKET
 @JSON
-def status(run: str, bucket: str | None, as_json: bool) -> None:
-    """Shows how a run is: its progress, replicas, Jobs, who leads it, and what it has cost so far."""
-    from jobs import operate, status_view
+def status(run: str | None, namespace: str | None, bucket: str | None, as_json: bool) -> None:
+    """Shows how a run is: its progress, replicas, Jobs, who leads it, and what it has cost so far.
 
+    Without RUN it lists the runs of the namespace that have living Jobs.
+    """
+    from jobs import operate, site, status_view
+
+    if run is None:
+        runs = operate.runs(site.Site.from_env(os.environ, namespace, bucket))
+        click.echo(json.dumps(runs)) if as_json else status_view.show_runs(runs, sys.stdout)
+        return
     found = operate.Operation.from_env(os.environ, bucket, run).status()
     click.echo(json.dumps(found)) if as_json else status_view.show(found, sys.stdout)
 

@@ -21,6 +21,21 @@ RENEWALS_PER_LEASE = 6
 """A lease is renewed this many times in its length, so that a few lost writes do not end a run."""
 
 
+LOOK_S = 5.0
+"""Longest pause between two looks at a lease."""
+
+
+def look_s(lease_s: float) -> float:
+    """Pause between two looks of a replica at its lease."""
+    return min(LOOK_S, lease_s / RENEWALS_PER_LEASE)
+
+
+def end_within_s(lease_s: float) -> float:
+    """How long after its last sign a run's replicas begin to end, at most: one look late to see the sign, one to miss
+    the next. A bucket that shows things late adds its lag."""
+    return lease_s + 2 * look_s(lease_s)
+
+
 def lease_key(run: str) -> str:
     """Key of the run's lease."""
     return f"runs/{run}/lease.json"
@@ -93,7 +108,7 @@ class LeaseWatch:
 def watch(bucket: Bucket, run: str, lease_s: float, stop: threading.Event, expired: Callable[[str], None]) -> None:
     """Looks at the lease until it expires, then calls `expired(reason)` once. Runs in a thread; `stop` ends it."""
     view = LeaseWatch(lease_s, time.monotonic())
-    while not stop.wait(min(5.0, lease_s / RENEWALS_PER_LEASE)):
+    while not stop.wait(look_s(lease_s)):
         try:
             content = bucket.get(lease_key(run))
         except NotFound:

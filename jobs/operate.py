@@ -138,6 +138,25 @@ class Operation:
         leader.ask_for(self.bucket, self.run, replicas)
 
 
+def runs(site: Site) -> list[dict[str, Any]]:
+    """The runs that have living Jobs in the namespace, as their labels tell it."""
+    prices = costs.usd_per_minute(hub.patiently(site.hub().list_jobs_hardware))
+    alive: dict[str, list[tuple[JobInfo, labels.Place]]] = {}
+    for job in hub.list_jobs(site.hub(), site.namespace):
+        if (place := labels.read(job.labels)) and job.status.stage not in TERMINAL:
+            alive.setdefault(place.run, []).append((job, place))
+    return [
+        {
+            "run": run,
+            "recipe": (jobs[0][0].labels or {}).get("asyncgrpo-recipe"),
+            "trainer": next((str(job.status.stage) for job, place in jobs if place.role == "trainer"), None),
+            "replicas": sum(place.role == "replica" for _, place in jobs),
+            "usd_per_hour": round(sum(60 * prices.get(str(job.flavor), 0.0) for job, _ in jobs), 2),
+        }
+        for run, jobs in sorted(alive.items())
+    ]
+
+
 @dataclass(frozen=True)
 class Reapable:
     """A Job that should not be there any more, and why."""

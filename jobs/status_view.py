@@ -1,6 +1,6 @@
 """How a run's status is shown to a person."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -27,7 +27,16 @@ def show(status: Mapping[str, Any], stream: TextIO) -> None:
         console.print(_table(status["replicas"], ("name", "state", "in_flight", "tokens", "reason")))
 
 
-def _table(rows: list[Mapping[str, Any]], columns: tuple[str, ...]) -> Table:
+def show_runs(runs: Sequence[Mapping[str, Any]], stream: TextIO) -> None:
+    """Prints what `jobs.operate.runs` found."""
+    console = Console(file=stream, soft_wrap=True, highlight=False)
+    if not runs:
+        console.print("no run has living Jobs")
+        return
+    console.print(_table(runs, ("run", "recipe", "trainer", "replicas", "usd_per_hour")))
+
+
+def _table(rows: Sequence[Mapping[str, Any]], columns: tuple[str, ...]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column.replace("_", " "), no_wrap=column == "id")

@@ -52,6 +52,9 @@ def test_a_run_is_looked_at_scaled_and_stopped_from_anywhere(site: Site, emulato
     assert (shown["state"], shown["replicas_wanted"], len(shown["jobs"])) == ("training", 2, 3)
     assert shown["jobs"][0]["role"] == "trainer" and shown["usd_per_hour"] == pytest.approx(0.03)
     assert shown["cost_usd"] == pytest.approx(3 * 0.01 / 60, abs=1e-4)
+    (listed,) = [each for each in json.loads(command(emulator, "status", "--json").stdout) if each["run"] == "anywhere"]
+    assert (listed["recipe"], listed["trainer"], listed["replicas"]) == ("digit", "RUNNING", 2)
+    assert listed["usd_per_hour"] == pytest.approx(0.03) and "anywhere  digit" in command(emulator, "status").stdout
     table = command(emulator, "status", "anywhere").stdout
     assert "anywhere (digit): training, step 3 of 3" in table and "led by trainer" in table
     assert command(emulator, "scale", "anywhere", "--replicas", "3").exit_code == 0
@@ -64,6 +67,7 @@ def test_a_run_is_looked_at_scaled_and_stopped_from_anywhere(site: Site, emulato
     stopped = json.loads(command(emulator, "stop", "anywhere", "--json").stdout)
     assert len(stopped["cancelled"]) == 4 and alive(site, "anywhere") == []
     assert operation.status()["state"] == "stopped"
+    assert "anywhere" not in command(emulator, "status").stdout
     with pytest.raises(ConfigError, match="is over"):
         operation.scale(2)
 
