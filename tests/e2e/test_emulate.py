@@ -116,13 +116,14 @@ def test_a_killed_replica_is_replaced_and_nothing_is_lost(tmp_path: Path) -> Non
     assert summary["replica_deaths"] >= 1 and summary["replica_rejoins"] >= 1
 
 
-def test_a_killed_trainer_goes_on_in_a_new_attempt(tmp_path: Path) -> None:
-    fault = ["--faults", "kill trainer at step 6", "--set", "trainer.save_steps=4"]
-    status, summary, words = emulate(tmp_path, "digit", *QUICK, "--steps", "30", *fault, "--json")
+def test_a_trainer_that_is_preempted_twice_makes_all_its_steps(tmp_path: Path) -> None:
+    """By SIGTERM, after which it saves and leaves, and by SIGKILL, after which it goes on from an older checkpoint."""
+    fault = ["--faults", "preempt trainer at step 5; kill trainer at step 14", "--set", "trainer.save_steps=4"]
+    status, summary, words = emulate(tmp_path, "digit", *QUICK, "--steps", "24", *fault, "--json")
     assert status == 0 and summary is not None, words
-    assert (summary["steps"], summary["attempt"], summary["trainer_resumes"], summary["orphans"]) == (30, 2, 1, 0)
-    # Both attempts count: the second began no earlier than with the version after its checkpoint's.
-    assert summary["adapters_published"] >= 31 and summary["rollouts"] > 30 * 32 and summary["rollouts_lost"] == 0
+    assert (summary["steps"], summary["attempt"], summary["trainer_resumes"], summary["orphans"]) == (24, 3, 2, 0)
+    # All attempts count: each began no earlier than with the version after its checkpoint's.
+    assert summary["adapters_published"] >= 25 and summary["rollouts"] > 24 * 32 and summary["rollouts_lost"] == 0
 
 
 def test_a_killed_proxy_is_a_pause_and_its_counts_stay(tmp_path: Path) -> None:
