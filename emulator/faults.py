@@ -119,8 +119,8 @@ def parse(spec: str) -> Faults:
             events.append(_event(text))
     if not 0 <= rate < 1:
         raise ConfigError(f"--faults 'bucket 503 {rate:.0%}': at most 99 % of the answers can be errors.")
-    mount = (lags.get(f"mount {of}") for of in ("lag", "missing", "listing"))
-    return Faults(tuple(events), rate, lags.get("bucket lag", 0.0), *mount, jobs_500)
+    lag, missing, listing = (lags.get(f"mount {of}") for of in ("lag", "missing", "listing"))
+    return Faults(tuple(events), rate, lags.get("bucket lag", 0.0), lag, missing, listing, jobs_500)
 
 
 def _event(text: str) -> Fault:
