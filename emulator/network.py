@@ -29,7 +29,8 @@ SHARED, PRIVATE = IPv4Address("127.64.0.0"), IPv4Address("127.128.0.0")
 ADDRESSES = 1 << 22
 NAME_DIGITS = 24
 """With what stands around them they leave 34 characters for an alias in a name's 63 (RFC 1035), as on the Hub."""
-PROBE_S = 20.0
+PROBE_S = 60.0
+"""How long the probe may take on a machine that has much else to do; 0.05 s on a quiet one."""
 PROBE = (
     "import socket; s = socket.socket(); s.bind(('0.0.0.0', 0)); print(s.getsockname()[0], socket.gethostbyname('it'))"
 )

@@ -1,8 +1,8 @@
 """Gives a Job every port for itself on a machine that it shares: `bind` and `connect` are answered here (Linux).
 
-A Job in a network group has two addresses of the loopback network. What it binds to all interfaces is bound to the one
-that its peers know, what it binds to 127.0.0.1 to the other; when it connects to itself it gets what it bound. So two
-Jobs may both listen on 8000, and neither knows. Everything else is left to the kernel as it was asked: addresses that
+Such a Job has two addresses of the loopback network. What it binds to all interfaces is bound to the one that gateway
+and peers know, what it binds to 127.0.0.1 to the other; when it connects to itself it gets what it bound. So two Jobs
+may both listen on 8000, and neither knows. Everything else is left to the kernel as it was asked: addresses that
 are not the Job's own (the Hub, the bucket, the Internet), datagrams, Unix sockets.
 
 The kernel hands over each call (seccomp_unotify(2)); the socket is fetched from the process (pidfd_getfd(2)), bound or
@@ -36,8 +36,6 @@ _CONTINUE = 1
 _PIDFD_GETFD = 438  # asm-generic/unistd.h: one number everywhere
 SOCKADDR_BYTES = 28
 """sizeof(struct sockaddr_in6), the longest that is looked at."""
-_HANDOVER_S = 10.0
-"""The Job's first process hands its listener over before it becomes the command; it takes 30 ms."""
 
 ANY, SELF = IPv4Address("0.0.0.0"), IPv4Address("127.0.0.1")
 
@@ -91,11 +89,10 @@ class OwnPorts:
 
     def _serve(self) -> None:
         with self._handed:
-            self._handed.settimeout(_HANDOVER_S)
-            try:
-                _, (listener, *_), _, _ = socket.recv_fds(self._handed, 16, 1)
-            except (OSError, ValueError):  # it ended before: the machine does not allow it
-                return
+            _, listeners, _, _ = socket.recv_fds(self._handed, 16, 1, socket.MSG_CMSG_CLOEXEC)
+        if not listeners:  # the Job's first process ended before: the machine does not allow it
+            return
+        (listener,) = listeners
         try:
             waiting = select.poll()
             waiting.register(listener, select.POLLIN)
