@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ./build.sh emulate [RECIPE] [OPTIONS]   train on this machine: 2 replicas, proxy, trainer, bucket (default: digit)
 # ./build.sh test [PYTEST OPTIONS]        all tests
-# ./build.sh test-matrix [TRL VERSION...] the real loop with each supported TRL (4 minutes; not part of test)
+# ./build.sh test-matrix [TRL VERSION...] the real loop with each supported TRL (minutes; not part of test)
 # ./build.sh check                        lint, format and types
 # ./build.sh build                        dist/asyncgrpo.pyz
 # ./build.sh bench routing|proxy [--json] figures of a part beside its alternatives

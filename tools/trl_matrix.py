@@ -31,7 +31,7 @@ from jobs.versions import TRL
 PROGRAM = ROOT / "dist" / "asyncgrpo.pyz"
 IMAGE = "trl"
 RUN_S = 600.0
-"""A run took 130 to 180 s on two cores that others used as well."""
+"""A run took 100 to 228 s on two cores that others used as well."""
 STEPS = 60
 KILLED_AT, SAVED_EVERY = 25, 20
 CLIMBS = 0.3
