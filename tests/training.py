@@ -26,7 +26,9 @@ def build(*args: Any) -> Any:
     collate = DataCollatorForRollout.torch_call
 
     def noted(self: Any, examples: Any) -> Any:
-        texts = [tokenizer.decode(sample["input_ids"]) for row in examples[0] for sample in row.samples]
+        texts = [
+            tokenizer.decode(sample["input_ids"]) for row in examples[0] for sample in getattr(row, "samples", row)
+        ]
         made.append([int(re.findall(r"Ticket (\d+)", text)[0]) for text in texts])
         return collate(self, examples)
 
