@@ -179,7 +179,7 @@ class AdapterStore:
             os.close(file)
 
     def _open(self, wire: str, lock: int) -> int:
-        """A lock among the engines: shared by those that use the adapter. It ends with the process, however that does."""
+        """A lock among engines: shared by those that use the adapter. It ends with its process, however that does."""
         file = os.open(self.root / f".{wire}.used", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, lock)
