@@ -95,6 +95,8 @@ class Hub:
         if scope["type"] != "http":
             return
         refusal = self._refusal(scope)
+        if refusal is None:
+            send = self._with_quota(send)
         if refusal is None and self.interfere:
             await self._interfered(scope, receive, send)
         else:
@@ -111,17 +113,28 @@ class Hub:
         while self._calls and self._calls[0] < now - QUOTA_WINDOW_S:
             self._calls.popleft()
         if len(self._calls) >= self._quota_calls:
-            wait_s = round(self._calls[0] + QUOTA_WINDOW_S - now) + 1
-            return _error(
-                429,
-                f"We had to rate limit you: {self._quota_calls} calls in {QUOTA_WINDOW_S:.0f} s.",
-                {
-                    "RateLimit": f'"api";r=0;t={wait_s}',
-                    "RateLimit-Policy": f'"fixed window";"api";q={self._quota_calls};w={QUOTA_WINDOW_S:.0f}',
-                },
-            )
+            words = f"We had to rate limit you: {self._quota_calls} calls in {QUOTA_WINDOW_S:.0f} s."
+            return _error(429, words, self._told_quota())
         self._calls.append(now)
         return None
+
+    def _told_quota(self) -> dict[str, str]:
+        """The headers by which every answer says how many calls are left."""
+        wait_s = round(self._calls[0] + QUOTA_WINDOW_S - time.monotonic()) + 1
+        return {
+            "RateLimit": f'"api";r={self._quota_calls - len(self._calls)};t={wait_s}',
+            "RateLimit-Policy": f'"fixed window";"api";q={self._quota_calls};w={QUOTA_WINDOW_S:.0f}',
+        }
+
+    def _with_quota(self, send: Send) -> Send:
+        told = [(name.lower().encode(), value.encode()) for name, value in self._told_quota().items()]
+
+        async def send_told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *told]}
+            await send(message)
+
+        return send_told
 
     async def _interfered(self, scope: Scope, receive: Receive, send: Send) -> None:
         status: int | None = None

@@ -104,6 +104,16 @@ class BucketSettings:
         return keys | ({"AWS_SESSION_TOKEN": self.session_token} if self.session_token else {})
 
 
+def _trusting(ca_file: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise ConfigError(
+            f"AWS_CA_BUNDLE (or SSL_CERT_FILE) = {ca_file!r}: no certificates can be read there ({error}). Unset it, "
+            "or name a PEM file of this machine."
+        ) from error
+
+
 class Entry(NamedTuple):
     """An object as a listing shows it."""
 
@@ -145,7 +155,7 @@ class Bucket:
                 maxsize=16,
                 retries=False,
                 # Not `ca_certs`: the file would be read again for every connection (60 ms measured).
-                ssl_context=ssl.create_default_context(cafile=settings.ca_file or certifi.where()),
+                ssl_context=_trusting(settings.ca_file or certifi.where()),
             ),
         )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 from huggingface_hub import get_token
+from huggingface_hub.utils import parse_ratelimit_headers  # type: ignore[attr-defined]
 
 from jobs import hub, packages, preflight, versions
 from jobs.bucket import Bucket, BucketSettings
@@ -24,6 +25,8 @@ from jobs.site import HUB
 
 PATIENCE_S = 10.0
 """How long each check may try: somebody waits at a terminal."""
+CALLS = 50
+"""Calls that starting a run may take: each Job's creation, with looks whether it is there, and some listings."""
 CLOCK_S = 60.0
 """Clock skew that is told: S3 signatures fail at 15 minutes (AWS documentation), and logs mislead before that."""
 
@@ -78,6 +81,7 @@ def check_hub(environ: Mapping[str, str], namespace: str | None) -> list[Finding
         jobs = hub.list_jobs(api, namespace or me["name"], patience_s=PATIENCE_S)
         alive = sum(job.status.stage in ("RUNNING", "SCHEDULING") for job in jobs)
         found.append(Finding("jobs", True, f"namespace {namespace or me['name']}: {alive} alive"))
+        found.append(check_quota(endpoint, token))
         flavors = hub.patiently(api.list_jobs_hardware, PATIENCE_S)
         gpus = [flavor.name for flavor in flavors if flavor.accelerator]
         found.append(Finding("flavors", True, f"{len(flavors)}, with GPUs: {', '.join(gpus)}"))
@@ -85,6 +89,19 @@ def check_hub(environ: Mapping[str, str], namespace: str | None) -> list[Finding
         fix = "name a --namespace in which the token may run Jobs; Jobs need a plan that can pay"
         found.append(Finding("jobs", False, _words(error), fix))
     return found
+
+
+def check_quota(endpoint: str, token: str) -> Finding:
+    """How many calls of the Hub's API are left in this window, by its `RateLimit` headers
+    (https://huggingface.co/docs/hub/rate-limits)."""
+    answer = httpx.get(f"{endpoint}/api/whoami-v2", headers={"authorization": f"Bearer {token}"}, timeout=PATIENCE_S)
+    told = parse_ratelimit_headers(answer.headers)
+    if told is None:
+        return Finding("quota", None, "the Hub does not tell how many calls are left")
+    left = f"{told.remaining} of {told.limit} calls left for {told.reset_in_seconds} s"
+    few = told.remaining < CALLS
+    fix = f"wait {told.reset_in_seconds} s, and find what asks so often" if few else ""
+    return Finding("quota", not few, left, fix)
 
 
 def check_clock(endpoint: str) -> Finding:

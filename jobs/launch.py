@@ -343,6 +343,8 @@ class Launch:
         if role == "trainer" and packages and not self.site.local:
             command = ["bash", "-c", f"{shlex.join([*PIP, *packages])} && exec {shlex.join(command)}"]
         environment = {**self.site.bucket.environment(), "HF_ENDPOINT": self.site.endpoint, **self.site.environment}
+        if not self.site.local:
+            environment.pop("AWS_CA_BUNDLE", None)  # a file of this machine
         if any(volume.mount_path == MOUNT_DIR for volume in volumes):
             environment["ASYNCGRPO_MOUNT"] = MOUNT_DIR
         return JobPlan(

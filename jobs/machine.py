@@ -5,6 +5,7 @@ what it waits for (measured, docs/benchmarks.md). Several engines on one GPU can
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,7 +62,7 @@ def resolve(recipe: Recipe, machine: Machine, weights_bytes: int | None, trainer
     `weights_bytes` is the size of the base model's weights on disk; None if it is not known.
 
     Raises:
-        ConfigError: the engines do not fit, or the GPUs cannot compute in `model.dtype`.
+        ConfigError: the engines do not fit, need more GPUs, or the GPUs cannot compute in `model.dtype`.
     """
     if machine.gpus and recipe.model.dtype == "float32":
         raise ConfigError(
@@ -73,13 +74,23 @@ def resolve(recipe: Recipe, machine: Machine, weights_bytes: int | None, trainer
         dtype = "bfloat16" if machine.gpus else "float32"
         recipe = replace(recipe, model=replace(recipe.model, dtype=dtype))
     engines, flags = recipe.replica.engines, recipe.replica.vllm
-    parallel = int(flags.get("tensor_parallel_size", 1))
+    parallel = gpus_of_engine(flags)
+    if 0 < machine.gpus < parallel:
+        raise ConfigError(
+            f"replica.vllm.tensor_parallel_size (x pipeline_parallel_size) = {parallel}: each engine needs so many "
+            f"GPUs, and a replica has {machine.gpus}. Choose a larger jobs.replica_flavor, or lower it."
+        )
     if engines == "auto":
         of_a_replica = plan.in_flight(recipe, trainer_processes) / recipe.replica.count
         engines = how_many(machine, weights_bytes, of_a_replica, parallel)
     if machine.gpus:
         flags = {**memory(machine, engines, weights_bytes, parallel), **flags}
     return replace(recipe, replica=replace(recipe.replica, engines=engines, vllm=flags))
+
+
+def gpus_of_engine(flags: Mapping[str, Any]) -> int:
+    """How many GPUs one engine takes by vLLM's flags."""
+    return int(flags.get("tensor_parallel_size", 1)) * int(flags.get("pipeline_parallel_size", 1))
 
 
 def how_many(machine: Machine, weights_bytes: int | None, in_flight: float, parallel: int = 1) -> int:

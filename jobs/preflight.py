@@ -67,6 +67,11 @@ def check_replicas(recipe: Recipe) -> None:
         raise ConfigError(
             f"reward.weights has {len(weights)} numbers for {len(functions)} functions: give one each, or none."
         )
+    if (ranks := recipe.replica.vllm.get("data_parallel_size", 1)) > 1:
+        raise ConfigError(
+            f"replica.vllm.data_parallel_size = {ranks}: TRL then syncs merged weights over NCCL, which does not reach "
+            "the replicas. Remove it, and set replica.engines or replica.count instead."
+        )
     for server in reward_servers(recipe):
         stale_s = float(recipe.trainer.get("heartbeat_stale_after_s", 300.0))
         if (longest_s := server.longest_s) >= stale_s:

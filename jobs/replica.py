@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from jobs import bundle, lease, machine, model_fetch, packages, probe, processes, versions
 from jobs.bucket import SHOWN_S, Bucket
-from jobs.errors import ConfigError, RunFailed
+from jobs.errors import RunFailed
 from jobs.leader import StandIn
 from jobs.plan import resolve
 from jobs.roster import replica_key
@@ -62,20 +62,14 @@ class Place:
     gpus: tuple[str, ...] = ()
 
 
-def places(engines: int, environ: Mapping[str, str], gpus: list[str], tensor_parallel: int = 1) -> list[Place]:
-    """Spreads a Job's engines over its GPUs.
+def places(engines: int, environ: Mapping[str, str], gpus: list[str], parallel: int = 1) -> list[Place]:
+    """Spreads a Job's engines over its GPUs, each on `parallel` of them.
 
     Engine i listens on every interface at port 8000 + i, unless `ASYNCGRPO_BIND_<port>` = "host:port" says otherwise.
 
-    Raises:
-        ConfigError: an engine needs more GPUs than there are.
+    With GPUs, there are enough for one engine (jobs.machine).
     """
-    if gpus and tensor_parallel > len(gpus):
-        raise ConfigError(
-            f"replica.vllm.tensor_parallel_size = {tensor_parallel}: this machine has {len(gpus)} GPU(s). Choose a "
-            "larger jobs.replica_flavor."
-        )
-    groups = [tuple(gpus[i : i + tensor_parallel]) for i in range(0, len(gpus) - tensor_parallel + 1, tensor_parallel)]
+    groups = [tuple(gpus[i : i + parallel]) for i in range(0, len(gpus) - parallel + 1, parallel)]
     found = []
     for engine in range(engines):
         host, _, port = environ.get(f"ASYNCGRPO_BIND_{PORT + engine}", f"0.0.0.0:{PORT + engine}").rpartition(":")
@@ -164,9 +158,8 @@ def run(environ: Mapping[str, str]) -> int:
     # A launcher that knew the machine has decided all this; a replica of the user's own decides by what is here.
     recipe = machine.resolve(spec.recipe, probe.machine(len(gpus)), model_fetch.weights_bytes(model))
     spec = replace(spec, recipe=recipe)
-    tensor_parallel = int(recipe.replica.vllm.get("tensor_parallel_size", 1))
     replica = Replica()
-    for place in places(recipe.replica.engine_count, environ, gpus, tensor_parallel):
+    for place in places(recipe.replica.engine_count, environ, gpus, machine.gpus_of_engine(recipe.replica.vllm)):
         command = engine_command(spec, place, model, index)
         environment = engine_environment(environ, spec, place, index, adapters)
         replica.engines.append(Engine(command, environment))

@@ -153,3 +153,9 @@ def test_settings_come_from_the_environment_and_hide_secrets(moto_bucket: MotoBu
             Bucket(settings("http://127.0.0.1:1", wrong))
     with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL"):
         Bucket(settings("127.0.0.1:1"))
+
+
+def test_a_file_of_authorities_that_is_not_there_is_named() -> None:
+    environ = {"ASYNCGRPO_BUCKET": "s3://b", "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    with pytest.raises(ConfigError, match=r"AWS_CA_BUNDLE .* = '/nowhere.pem': no certificates can be read there"):
+        Bucket.from_env({**environ, "AWS_CA_BUNDLE": "/nowhere.pem"})

@@ -3,6 +3,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, tzinfo
 
+import httpx
 import pytest
 from click.testing import CliRunner
 
@@ -33,6 +34,7 @@ def test_all_is_well(emulator: Emulator) -> None:
         "clock",
         "jobs",
         "flavors",
+        "quota",
         "bucket",
         "gpus",
         "torch",
@@ -44,6 +46,16 @@ def test_all_is_well(emulator: Emulator) -> None:
     } == set(found)
     assert found["token"]["ok"] and found["jobs"]["ok"] and "h200" in found["flavors"]["detail"]
     assert Bucket(emulator.bucket).list("doctor/") == [], "it leaves nothing in the bucket"
+
+
+def test_the_quota_of_calls() -> None:
+    with Emulator(quota_calls=60) as emulator:
+        quota = findings(emulator)["quota"]
+        assert quota.ok and " of 60 calls left for " in quota.detail
+        for _ in range(10):
+            httpx.get(f"{emulator.endpoint}/api/whoami-v2", headers={"authorization": f"Bearer {emulator.token}"})
+        quota = findings(emulator)["quota"]
+        assert quota.ok is False and quota.fix.startswith("wait ")
 
 
 def test_a20_the_effective_addressing_style_and_region_are_shown(emulator: Emulator) -> None:

@@ -121,3 +121,13 @@ def test_a_recipe_is_completed(
     assert found.replica.engines == engines
     assert found.replica.vllm == {**flags, **asked.replica.vllm}, "what it says itself stays"
     assert resolve(found, machine, SMALL) == found
+
+
+def test_an_engine_on_several_gpus() -> None:
+    four = Machine(4, 141 * GB, 92)
+    large = resolve(recipe('replica.engines="auto"', "replica.vllm.tensor_parallel_size=2"), four, 140 * GB)
+    assert large.replica.engines == 2
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size .* = 2: .* a replica has 1\. Choose a larger"):
+        resolve(recipe("replica.vllm.tensor_parallel_size=2"), H200, SMALL)
+    with pytest.raises(ConfigError, match=r"= 8: each engine needs so many GPUs, and a replica has 4"):
+        resolve(recipe("replica.vllm.tensor_parallel_size=4", "replica.vllm.pipeline_parallel_size=2"), four, SMALL)

@@ -1,8 +1,10 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import certifi
 import datasets
 import pytest
 from click.testing import CliRunner
@@ -10,11 +12,14 @@ from click.testing import CliRunner
 import asyncgrpo
 from emulator.jobs_state import parse_labels, parse_spec
 from emulator.serve import Emulator
+from jobs import launcher, sanity
 from jobs import recipe as recipes
-from jobs import sanity
+from jobs.bucket import BucketSettings
 from jobs.errors import ConfigError
+from jobs.launch import Launch
 from jobs.plan import derived, resolve
 from jobs.preflight import check
+from jobs.site import Site
 
 
 def load(*overrides: str) -> Any:
@@ -154,3 +159,22 @@ def test_the_answers_of_the_data_set_are_where_the_reward_looks() -> None:
     found = sanity.with_answers(datasets.Dataset.from_list(rows))
     assert found.column_names == ["prompt", "answer"] and found[0]["answer"] == "2"
     assert found[0]["prompt"][0]["content"] == "1+1?"
+
+
+def test_engines_that_need_more_gpus_than_the_flavor_has_are_refused(emulator: Emulator, tmp_path: Path) -> None:
+    """As the Hub's Jobs are planned: the emulator's run on this machine, whatever their flavor."""
+    hardware = Site.from_env(emulator.environment()).hub().list_jobs_hardware()
+    site = Site("https://huggingface.co", "hf_x", "me", BucketSettings("s3://b", "https://s3.hf.co/me", "k", "s"))
+    chosen = load("replica.vllm.tensor_parallel_size=4", f"model.id={tmp_path}")
+    with pytest.raises(ConfigError, match=r"= 4: .* a replica has 1\. Choose a larger jobs\.replica_flavor"):
+        launcher._for_machine(chosen, site, hardware)
+    fitting = recipes.override(chosen, "jobs.replica_flavor=h200x4")
+    assert launcher._for_machine(fitting, site, hardware).replica.engines == 1
+
+
+def test_no_file_of_this_machine_is_named_to_jobs_of_the_hub(emulator: Emulator) -> None:
+    bucket = BucketSettings("s3://b", "https://s3.hf.co/me", "k", "s", ca_file=certifi.where())
+    far = Launch(Site("https://huggingface.co", "hf_x", "me", bucket), load(), "r", "vllm", None, 0)
+    near = Launch(Site(emulator.endpoint, "hf_x", "me", bucket), load(), "r", "vllm", None, 0)
+    assert "AWS_CA_BUNDLE" not in far.plans(Path("asyncgrpo.pyz"), "0")["trainer"].environment
+    assert near.plans(None, "0")["trainer"].environment["AWS_CA_BUNDLE"] == certifi.where()

@@ -31,6 +31,7 @@ WRONG = {
     "reward={functions=['http://127.0.0.1:9/'], timeout_s=75}": r"timeout_s = 75: a group may take 300 s .* = 300\.",
     "reward.functions=['http://127.0.0.1:9/']": r"reward\.functions\[0\] = 'http://127.0.0.1:9/': nobody answers",
     "dataset.load=jobs.tiny:nothing": r"dataset\.load",
+    "replica.vllm.data_parallel_size=2": r"data_parallel_size = 2: TRL then syncs merged weights over NCCL",
     "lora.r=0": r"r = 0: the rank is a whole number of at least 1",
     "lora.r=9": r"r = 9: LoRA rank 9 is greater than max_lora_rank 8 .* --max-lora-rank 16",
     "lora.r=1000": r"r = 1000: LoRA rank 1000 is greater",
