@@ -43,8 +43,23 @@ PIP = ("python3", "-m", "pip", "install", "--quiet", "--break-system-packages")
 GROUP_RUN_CHARS, GROUP_RANDOM_BYTES = 33, 6
 """A network group's name, of at most 46 characters, begins as the run's. The rest is drawn: a run of the same name with
 another bucket is another group."""
+PIP_PAUSES_S = (5, 30, 120)
+"""Between tries of that, each with pip's own tries of every download: a registry is seldom away for longer."""
 LAUNCHER_PATIENCE_S = 60.0
 """A launcher follows from the start: it takes the lead at once, or again when the Job that took it has gone."""
+
+
+def installing(packages: list[str], command: list[str]) -> list[str]:
+    """What installs packages in a Job, patiently, and then becomes `command`."""
+    pauses = " ".join(map(str, PIP_PAUSES_S))
+    return [
+        "bash",
+        "-c",
+        f"for pause in {pauses} 0; do {shlex.join([*PIP, *packages])} && exec {shlex.join(command)}; "
+        "if [ $pause != 0 ]; then echo asyncgrpo: pip failed, trying again in $pause s >&2; sleep $pause; fi; done; "
+        "echo 'asyncgrpo: jobs.trainer_packages could not be installed, as pip says above. Mend the list, or bake an "
+        "image that has them (jobs/Dockerfile).' >&2; exit 1",
+    ]
 
 
 @dataclass(frozen=True)
@@ -341,7 +356,7 @@ class Launch:
         command, script = [*command, "role", role], self.recipe.script
         packages = [*settings.trainer_packages, *(dependencies(script.text) if script else [])]
         if role == "trainer" and packages and not self.site.local:
-            command = ["bash", "-c", f"{shlex.join([*PIP, *packages])} && exec {shlex.join(command)}"]
+            command = installing(packages, command)
         environment = {**self.site.bucket.environment(), "HF_ENDPOINT": self.site.endpoint, **self.site.environment}
         if not self.site.local:
             environment.pop("AWS_CA_BUNDLE", None)  # a file of this machine

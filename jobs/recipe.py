@@ -125,6 +125,7 @@ class JobSettings:
         default_factory=lambda: [
             "trl==1.16.0",
             "peft==0.21.2",
+            "accelerate==1.15.0",
             "datasets==5.2.0",
             "kernels==0.13.0",
             "math-verify==0.9.0",

@@ -1,5 +1,7 @@
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from jobs import launcher, sanity
 from jobs import recipe as recipes
 from jobs.bucket import BucketSettings
 from jobs.errors import ConfigError
-from jobs.launch import Launch
+from jobs.launch import Launch, installing
 from jobs.plan import derived, resolve
 from jobs.preflight import check
 from jobs.site import Site
@@ -178,3 +180,21 @@ def test_no_file_of_this_machine_is_named_to_jobs_of_the_hub(emulator: Emulator)
     near = Launch(Site(emulator.endpoint, "hf_x", "me", bucket), load(), "r", "vllm", None, 0)
     assert "AWS_CA_BUNDLE" not in far.plans(Path("asyncgrpo.pyz"), "0")["trainer"].environment
     assert near.plans(None, "0")["trainer"].environment["AWS_CA_BUNDLE"] == certifi.where()
+
+
+@pytest.mark.parametrize(("failures", "status"), [(0, 0), (3, 0), (4, 1)])
+def test_a_registry_that_is_away_is_asked_again(tmp_path: Path, failures: int, status: int) -> None:
+    python = f"""echo "$@" >> asked; [ "$1" = then ] && exit 0; [ $(grep -c pip asked) -gt {failures} ]"""
+    for name, text in (("python3", python), ("sleep", 'echo "slept $1" >> asked')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    command = installing(["trl==1.16.0", "a[b]>=1"], ["python3", "then", "a b"])
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    pip = "-m pip install --quiet --break-system-packages trl==1.16.0 a[b]>=1"
+    slept = [line for line in asked if line.startswith("slept")]
+    assert (done.returncode, asked.count(pip)) == (status, min(failures, 3) + 1)
+    assert len(slept) == min(failures, 3) and slept == ["slept 5", "slept 30", "slept 120"][: len(slept)]
+    assert (asked[-1] == "then a b") == (status == 0)
+    assert ("bake an image" in done.stderr) == (status == 1)
