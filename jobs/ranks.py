@@ -1,5 +1,5 @@
-"""A trainer on several GPUs: one process for each, among which FSDP2 shards the model (TRL's asynchronous GRPO knows no
-other way).
+"""A trainer on several GPUs: one process for each. FSDP2 shards the model among them, as TRL's examples have it, or
+each holds all of it (DDP).
 
 The first process is the training child itself. It starts the others as `accelerate launch` would, with the variables
 that torch and accelerate read; they end with it, and it with them.
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jobs import probe
+from jobs.recipe import Parallel
 
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
@@ -34,10 +35,10 @@ def count(environ: Mapping[str, str]) -> int:
     return max(1, len(probe.gpus(environ)))
 
 
-def environment(rank: int, processes: int, port: int) -> dict[str, str]:
+def environment(rank: int, processes: int, port: int, parallel: Parallel = "fsdp2") -> dict[str, str]:
     """What process `rank` of `processes` is started with; they meet at `port` of this machine."""
     return {
-        **FSDP,
+        **(FSDP if parallel == "fsdp2" else {}),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(processes),
@@ -55,7 +56,7 @@ class Ranks:
         self._others: list[subprocess.Popen[bytes]] = []
 
     @classmethod
-    def join(cls, environ: Mapping[str, str]) -> "Ranks":
+    def join(cls, environ: Mapping[str, str], parallel: Parallel) -> "Ranks":
         """This process's place; the first one starts the others. Call it before torch is imported."""
         if "RANK" in environ:
             return cls(int(environ["RANK"]), int(environ["WORLD_SIZE"]))
@@ -64,8 +65,8 @@ class Ranks:
             with socket.socket() as listener:
                 listener.bind((LOOPBACK, 0))
                 port = listener.getsockname()[1]
-            os.environ.update(environment(0, ranks.processes, port))
-            ranks._start(environ, port)
+            os.environ.update(environment(0, ranks.processes, port, parallel))
+            ranks._start(environ, port, parallel)
         return ranks
 
     @property
@@ -84,9 +85,10 @@ class Ranks:
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
         return bool(flag.item())
 
-    def _start(self, environ: Mapping[str, str], port: int) -> None:
+    def _start(self, environ: Mapping[str, str], port: int, parallel: Parallel) -> None:
         for rank in range(1, self.processes):
-            own = {**environ, **environment(rank, self.processes, port), "ASYNCGRPO_PARENT": str(os.getpid())}
+            place = environment(rank, self.processes, port, parallel)
+            own = {**environ, **place, "ASYNCGRPO_PARENT": str(os.getpid())}
             other = subprocess.Popen([sys.executable, "-m", "jobs.train"], env=own, stdin=subprocess.DEVNULL)
             self._others.append(other)
             threading.Thread(target=self._watch, args=(rank, other), daemon=True).start()

@@ -18,6 +18,7 @@ from jobs.errors import ConfigError
 from jobs.script import Script, Stated
 
 Ack = Literal["published", "first", "all"]
+Parallel = Literal["fsdp2", "ddp"]
 Network = Literal["exposed", "group"]
 
 
@@ -114,13 +115,15 @@ class JobSettings:
     replica outlives the last sign of its run, and how long a trainer may tell nothing. `trainer_packages` are installed
     by pip in the trainer's Job before it starts, with the packages that a script asks for in its inline metadata: the
     image has vLLM, not TRL. Empty for an image that has it all. `trainer_image` is that of the trainer, if it is
-    another one than the replicas' `image`. `network` is how the trainer reaches replicas: at `exposed` ports, through
-    the Hub's gateway, or directly in a network `group`."""
+    another one than the replicas' `image`. `parallel` is what a trainer does with several GPUs: `fsdp2` shards the
+    model among them, `ddp` has all of it on each, which spares the gathering of one that fits. `network` is how the
+    trainer reaches replicas: at `exposed` ports, through the Hub's gateway, or directly in a network `group`."""
 
     replica_flavor: str = "h200"
     trainer_flavor: str = "h200"
     image: str = "vllm/vllm-openai:v0.31.0"
     trainer_image: str = ""
+    parallel: Parallel = "fsdp2"
     trainer_packages: list[str] = field(
         default_factory=lambda: [
             "trl==1.16.0",

@@ -118,7 +118,7 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     try:
         spec = _read_spec(environ)
         _prepare_environment(spec)
-        ranks = Ranks.join(environ)
+        ranks = Ranks.join(environ, spec.recipe.jobs.parallel)
         modules.install(spec.recipe.sources, Path(environ[journal.OUTPUT_DIR]).absolute().with_name("modules"))
         script, as_script = spec.recipe.script, None
         if script is not None:

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from jobs import checkpoints, ranks, tiny
 from jobs.bucket import Bucket
 from jobs.bundle import app_dir
-from jobs.recipe import load
+from jobs.recipe import Parallel, load
 from jobs.spec import ModelRef, RunSpec
 from jobs.train import TERMINATED
 from tests.conftest import MotoBucket
@@ -44,7 +44,12 @@ class Trainer:
     """The processes of one attempt, with an engine of their own: no version of an earlier attempt is held there."""
 
     def __init__(
-        self, folder: Path, *overrides: str, processes: int = 1, sharded: bool = False, resume: Path | None = None
+        self,
+        folder: Path,
+        *overrides: str,
+        processes: int = 1,
+        parallel: Parallel = "fsdp2",
+        resume: Path | None = None,
     ) -> None:
         self.folder, self.output = folder, folder / "output"
         self.output.mkdir(parents=True)
@@ -68,11 +73,11 @@ class Trainer:
             "ASYNCGRPO_PARENT": str(os.getpid()),
             "ASYNCGRPO_RESUME": str(resume or ""),
             "CUDA_VISIBLE_DEVICES": "",
-        } | ({"TEST_SHARDED": "1"} if sharded else {})
+        }
         meeting = free_port()
         self.processes = []
         for rank in range(processes):
-            place = ranks.environment(rank, processes, meeting) if processes > 1 else {}
+            place = ranks.environment(rank, processes, meeting, parallel) if processes > 1 else {}
             with (folder / f"log-{rank}").open("wb") as log:
                 command = [sys.executable, "-m", "tests.training"]
                 self.processes.append(subprocess.Popen(command, env={**own, **place}, stdout=log, stderr=log))
@@ -131,14 +136,14 @@ def attempt(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
         each.end()
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_two_processes_go_on_bit_for_bit(
-    attempt: Callable[..., Trainer], sharded: bool, moto_bucket: MotoBucket, tmp_path: Path
+    attempt: Callable[..., Trainer], parallel: Parallel, moto_bucket: MotoBucket, tmp_path: Path
 ) -> None:
     """Killed after a checkpoint, which travels through the bucket: adapter, optimizer and rate are those saved."""
     import torch
 
-    both = {"processes": 2, "sharded": sharded}
+    sharded, both = parallel == "fsdp2", {"processes": 2, "parallel": parallel}
     batch = "trainer.per_device_train_batch_size=16"
     first = attempt(batch, "trainer.max_steps=5", "trainer.save_steps=2", **both)
     first.wait_for(lambda: first.saved(2))

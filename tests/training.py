@@ -1,12 +1,11 @@
 """The training child as tests look into it: `python -m tests.training` is `python -m jobs.train` that also writes, into
 its output directory, which tickets of `digit` each batch was made of and what each process held at certain points.
 
-With TEST_SHARDED the processes shard their model by FSDP2 on the CPU, as accelerate has them do on GPUs alone.
+Processes that are told to shard their model by FSDP2 do so on the CPU too; accelerate has it on GPUs alone.
 """
 
 import json
 import logging
-import os
 import re
 from collections import deque
 from pathlib import Path
@@ -85,6 +84,5 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("trl").setLevel(logging.WARNING)
     train.build = build
-    if os.environ.get("TEST_SHARDED"):
-        shard_on_cpu()
+    shard_on_cpu()
     train._run_and_leave()
