@@ -64,9 +64,9 @@ def _text(spec: RunSpec, adapter: Mapping[str, Any], summary: Mapping[str, Any],
         "optimizer steps": summary.get("steps"),
         "reward, first tenth of the steps": summary.get("reward_first"),
         "reward, last tenth": summary.get("reward_last"),
-        "LoRA": f"r {rank}, alpha {adapter['lora_alpha']}, dropout {adapter['lora_dropout']}"
+        "LoRA": f"r {rank}, alpha {adapter['lora_alpha']:g}, dropout {adapter['lora_dropout']:g}"
         + (", rank-stabilized" if adapter.get("use_rslora") else ""),
-        "adapted modules": modules if isinstance(modules, str) else ", ".join(sorted(modules)),
+        "adapted modules": modules if isinstance(modules, str) else ", ".join(sorted(_last_parts(modules))),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "run": f"`{spec.run}`, recipe `{recipe.name}`",
     }
@@ -107,6 +107,11 @@ def _table(rows: Mapping[str, Any]) -> str:
 def _cell(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _last_parts(modules: list[str]) -> set[str]:
+    """Module names without the layers they are in: PEFT writes out each of `all-linear`."""
+    return {name.rpartition(".")[2] for name in modules}
 
 
 def _rewards(recipe: Recipe) -> str | None:

@@ -15,7 +15,7 @@ PEFTS = {
     "r": 1,
     "lora_alpha": 2,
     "lora_dropout": 0.0,
-    "target_modules": ["v_proj", "q_proj"],
+    "target_modules": ["model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.v_proj", "q_proj"],
     "base_model_name_or_path": "/root/.cache/of/this/machine",
 }
 SUMMARY = {"steps": 500, "reward_first": 0.14512, "reward_last": 0.438}
@@ -57,7 +57,7 @@ def test_what_a_reader_is_told(tmp_path: Path) -> None:
     assert row(card, "data set") == "`jobs.sanity:problems`, split `train`" and card.data.datasets is None
     assert row(card, "reward") == "1 x `jobs.rewards:math` + 0.5 x `https://judge.example/score`"
     assert (row(card, "optimizer steps"), row(card, "reward, last tenth")) == ("500", "0.438")
-    assert row(card, "LoRA") == "r 1, alpha 2, dropout 0.0, rank-stabilized"
+    assert row(card, "LoRA") == "r 1, alpha 2, dropout 0, rank-stabilized"
     assert row(card, "adapted modules") == "q_proj, v_proj"
     assert re.search(r"trl 1\.\S+, peft \S+, transformers \S+, torch \S+, vllm \S+, python 3", row(card, "versions"))
     assert row(card, "`learning_rate`") == "4e-05"
