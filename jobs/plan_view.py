@@ -40,6 +40,8 @@ def show(plan: Plan, stream: TextIO) -> None:
     console.print(jobs)
     for group in plan.groups:
         details = Table(box=None, pad_edge=False, show_header=False)
+        details.add_column()
+        details.add_column(overflow="fold")  # nothing is left out, as long as it may be
         details.add_row("image", group.image)
         details.add_row("command", shlex.join(group.command))
         for volume in group.volumes:

@@ -35,6 +35,7 @@ from jobs import (
     packages,
     probe,
     processes,
+    prompt_lengths,
     resume,
     rewards,
     scoring,
@@ -161,14 +162,20 @@ def build(recipe: Recipe, environ: Mapping[str, str], stop: Stop, on_cpu: bool, 
         train_dataset=_dataset(recipe),
         peft_config=recipe.lora.peft(),
     )
-    attach(trainer, stop, ranks)
+    attach(trainer, recipe, stop, ranks)
     return trainer
 
 
-def attach(trainer: Any, stop: Stop, ranks: Ranks) -> None:
-    """Gives a new trainer the journal, and what makes it end when it is asked to."""
+def attach(trainer: Any, recipe: Recipe, stop: Stop, ranks: Ranks) -> None:
+    """Gives a new trainer the journal, and what makes it end when it is asked to.
+
+    Raises:
+        ConfigError: a prompt does not fit into the model's context.
+    """
     from transformers import PrinterCallback
 
+    if ranks.first:
+        prompt_lengths.check(trainer, recipe.replica.vllm.get("max_model_len"))
     trainer.remove_callback(PrinterCallback)  # prints fifty numbers a step; the journal has them
     trainer.add_callback(_journal_callback(stop, ranks))
     trl_patches.bound_rollouts_ahead(trainer)
@@ -212,7 +219,7 @@ def _run_script(
         recipe,
         settings,
         environ["ASYNCGRPO_MODEL_DIR"],
-        lambda trainer: attach(trainer, stop, ranks),
+        lambda trainer: attach(trainer, recipe, stop, ranks),
         train,
         tell=ranks.first,
     )
