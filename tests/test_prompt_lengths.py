@@ -22,7 +22,7 @@ def test_the_longest_prompts_are_counted_as_they_are_sent(monkeypatch: pytest.Mo
 
 
 def test_what_does_not_fit_is_refused_and_what_barely_does_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match=r"row 7 has 40 tokens, and 2 prompts at least .* max_model_len = 32"):
+    with pytest.raises(ConfigError, match=r"row 7 has 40 tokens, and 2 prompts at least .*max_model_len = 32"):
         judge({3: 32, 7: 40, 1: 31}, 32, 8)
     with caplog.at_level(logging.WARNING):
         judge({}, 32, 8)
