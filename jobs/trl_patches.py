@@ -357,6 +357,25 @@ def stop_at_once() -> None:
     worker.stop = stop
 
 
+def end_together(ended: type[BaseException]) -> None:
+    """Has several processes see the end of their batches at once when the first one's wait for rollouts raises `ended`.
+
+    The others wait for a batch from it and for nothing else: it must tell them, as accelerate's loader does at its end.
+    """
+    from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
+
+    original = RolloutQueueDataset.__iter__
+
+    @functools.wraps(original)
+    def rollouts(self: Any) -> Iterator[Any]:
+        try:
+            yield from original(self)
+        except ended:
+            return
+
+    RolloutQueueDataset.__iter__ = rollouts
+
+
 def bound_rollouts_ahead(trainer: Any) -> None:
     """Makes `queue_maxsize` bound the rollouts that wait for training (TRL 1.14 to 1.16).
 

@@ -163,6 +163,24 @@ def test_several_processes_train_and_stop_as_one(train: Callable[..., Training])
     assert saved["step"] >= first.steps()[-1]["step"]
 
 
+def test_several_processes_that_wait_for_rollouts_save_and_leave(
+    train: Callable[..., Training], engine: Engine
+) -> None:
+    settings = ("trainer.per_device_train_batch_size=16", "trainer.weight_sync_steps=100000")
+    first = train("trainer.max_steps=100000", *settings, gpus="0,1")
+    first.wait_for(lambda: len(first.steps()) >= 2)
+    engine.process.send_signal(signal.SIGSTOP)
+    done = [0, 1]
+    while done[-1] != done[-2]:  # what was under way when the engine was stopped
+        time.sleep(2.0)
+        done.append(len(first.steps()))
+    first.process.send_signal(signal.SIGTERM)
+    assert first.process.wait(WAIT_S) == TERMINATED, first.log.read_text()[-4000:]
+    engine.process.send_signal(signal.SIGCONT)
+    (saved,) = [row for row in first.rows() if row.get("event") == "saved"]
+    assert saved["step"] in (done[-1], done[-1] + 1), "a batch that was ready is not thrown away"
+
+
 def test_a_process_that_ends_takes_the_others_with_it(train: Callable[..., Training]) -> None:
     first = train("trainer.max_steps=100000", gpus="0,1")
     first.wait_for(lambda: len(first.steps()) >= 1)
