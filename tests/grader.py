@@ -3,8 +3,8 @@
 It scores as the recipe `digit` does; what a completion says makes it misbehave: "boom" is answered with 500, "slow"
 only after SLOW_S, "together" when several such requests are there. The path says what happens to whole requests:
 `/digit`; `/first/<n>/<status>`, which answers so to the first n, status 0 with a connection that breaks;
-`/always/<status>`; `/answer/<JSON>`, with that answer. With ASYNCGRPO_REWARD_TOKEN it wants that one. `GET /requests`
-tells what was asked.
+`/always/<status>`; `/answer/<JSON>`, with that answer; `/pairs`, which answers two at a time. With
+ASYNCGRPO_REWARD_TOKEN it wants that one. `GET /requests` tells what was asked.
 """
 
 import json
@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 SLOW_S = 60.0
-TOGETHER = threading.Barrier(4)
+TOGETHER, PAIR = threading.Barrier(4), threading.Barrier(2)
 TOKEN = os.environ.get("ASYNCGRPO_REWARD_TOKEN")
 REQUESTS: list[dict[str, Any]] = []
 
@@ -37,6 +37,8 @@ class Grader(BaseHTTPRequestHandler):
             return self._answer(401, f"{self.headers.get('authorization')} does not open this")
         if kind == "always" or (kind == "first" and before < int(rest[0])):
             return self._answer(int(rest[-1]), "not now")
+        if kind == "pairs":
+            PAIR.wait(30)
         if kind == "answer":
             return self._answer(200, json.loads(rest[0]))
         if "slow" in texts:

@@ -50,6 +50,15 @@ def test_a_file_of_ones_own_is_there_with_the_trainer(
     )
 
 
+def test_groups_are_scored_side_by_side(train: Callable[..., Training]) -> None:  # noqa: F811
+    """The server answers none before the next one asks."""
+    with grading() as url:
+        training = train("trainer.max_steps=3", f"reward.functions=['{url}/pairs']")
+        assert training.process.wait(WAIT_S) == 0, training.log.read_text()[-4000:]
+    assert len(training.steps()) == 3
+    assert [row for row in training.rows() if row.get("event") == "reward_error"] == []
+
+
 def test_a_server_that_refuses_ends_the_run_with_the_fix(train: Callable[..., Training]) -> None:  # noqa: F811
     with grading(token="rs-secret") as url:
         training = train("trainer.max_steps=3", f"reward.functions=['{url}/digit']")
