@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 
-from jobs import tiny
+from jobs import rewards, tiny
 from jobs.summary import FIELDS
 from tests.conftest import started
 from tests.engines import engine_environ, running, vllm_command
@@ -84,8 +85,8 @@ def test_the_adapter_is_what_was_trained_in_transformers_too(digit: tuple[dict[s
     texts = []
     for each in ids:
         tokens = model.generate(torch.tensor([each]), do_sample=True, max_new_tokens=8, top_k=0)
-        texts.append(tokenizer.decode(tokens[0, len(each) :]))
-    assert sum(text.count("7") for text in texts) / (8 * len(texts)) >= 0.7, texts
+        texts.append(tokenizer.decode(tokens[0, len(each) :], skip_special_tokens=True))
+    assert mean(rewards.digit(texts)) >= 0.8, texts
 
 
 def test_the_adapter_is_what_was_trained_in_vllm_too(
@@ -98,10 +99,9 @@ def test_the_adapter_is_what_was_trained_in_vllm_too(
 
         def sevens(model: str) -> float:
             answer = engine.post("/v1/chat/completions", json={**asked, "model": model}).json()
-            texts = [choice["message"]["content"] for choice in answer["choices"]]
-            return sum(text.count("7") for text in texts) / (8 * len(texts))
+            return mean(rewards.digit([choice["message"]["content"] for choice in answer["choices"]]))
 
-        assert sevens("final") >= 0.7 and sevens("tiny") <= 0.2
+        assert sevens("final") >= 0.8 and sevens("tiny") <= 0.2
 
 
 def some_prompts() -> list[dict[str, Any]]:
