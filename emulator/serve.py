@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import uvicorn
 import uvloop
 
-from emulator import reaper, tls
+from emulator import leftovers, reaper, tls
 from emulator.bucket import BucketServer, MotoServer
 from emulator.bucket_programs import ProgramServer
 from emulator.fuse import FuseServer, NoFuse
@@ -110,6 +110,7 @@ class Emulator:
         self._quota_calls = quota_calls
         self._lag = lag
         self._port = port
+        self._lock: int | None = None
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
         self._failure: BaseException | None = None
@@ -135,8 +136,10 @@ class Emulator:
 
     def start(self) -> None:
         """Start everything; on return, Jobs can be created. Raises DidNotStart or BucketDidNotStart."""
-        self.root = Path(tempfile.mkdtemp(prefix="asyncgrpo-"))
-        self._reaper = self._start_reaper()
+        leftovers.sweep(Path(tempfile.gettempdir()))
+        self.root = Path(tempfile.mkdtemp(prefix=leftovers.PREFIX))
+        self._lock = leftovers.claim(self.root, self.mark)
+        self._reaper = self._start_reaper(self._lock)
         self._tell({"directory": str(self.root)})
         try:
             self._begin_fuse()
@@ -179,6 +182,9 @@ class Emulator:
             self._reaper.stdin.close()
             self._reaper.wait()
         shutil.rmtree(self.root, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         return self._left
 
     def orphans(self) -> list[int]:
@@ -226,7 +232,7 @@ class Emulator:
         job = self.runner.table.get(self.owner.name, job_id)
         self._loop.call_soon_threadsafe(self.runner.send, job, signum)
 
-    def _start_reaper(self) -> subprocess.Popen[str]:
+    def _start_reaper(self, lock: int) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(reaper.__file__)), self.mark],
             stdin=subprocess.PIPE,
@@ -234,6 +240,7 @@ class Emulator:
             text=True,
             start_new_session=True,  # Ctrl-C in the terminal is not for it
             env={"PATH": os.defpath},
+            pass_fds=[lock],
         )
 
     def _tell(self, message: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -157,6 +158,29 @@ def test_when_it_is_killed_nothing_remains(signum):
     assert str(root) not in Path("/proc/mounts").read_text()
     for url in urls:
         eventually(lambda url=url: refuses(url), 5)
+
+
+def test_when_its_reaper_is_killed_too_the_next_one_takes_away_what_remains(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    host, mark, root, urls = start_host("import time; time.sleep(600)")
+    (tmp_path / "asyncgrpo-not-ours").mkdir()
+    with Emulator(grace_s=0.2):
+        assert root.is_dir() and host.poll() is None, "one that lives stays"
+    (reaping,) = (
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and mark.encode() in (entry / "cmdline").read_bytes().split(b"\0")
+    )
+    os.kill(reaping, signal.SIGKILL)
+    host.kill()
+    host.wait(timeout=10)
+    assert root.is_dir() and reaper.marked(mark)
+    with Emulator(grace_s=0.2) as emulator:
+        assert sorted(tmp_path.glob("asyncgrpo-*")) == sorted([emulator.root, tmp_path / "asyncgrpo-not-ours"])
+        assert not reaper.marked(mark)
+        assert str(root) not in Path("/proc/mounts").read_text()
+        assert all(refuses(url) for url in urls)
 
 
 def test_when_its_program_ends_without_stopping_it_nothing_remains():
