@@ -11,6 +11,7 @@ privileges is done in a user namespace where they lack. Standard library only: i
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import socket
@@ -40,6 +41,8 @@ _BIND, _RECURSIVE, _SLAVE = 0x1000, 0x4000, 0x80000
 _NO_NEW_PRIVILEGES = 38
 # linux/seccomp.h. SPEC_ALLOW: the program is trusted as any other, and need not be slowed down.
 _SET_FILTER, _SPEC_ALLOW, _NEW_LISTENER = 1, 4, 8
+_WAIT_KILLABLE = 32
+"""A signal does not begin a call anew that is being answered: it would bind twice. Since Linux 5.19."""
 _ALLOW, _ASK = 0x7FFF0000, 0x7FC00000
 # linux/bpf_common.h: load a word of the call's description, jump if equal, return. Number and architecture come first.
 _LOAD, _JUMP_IF, _RETURN = 0x20, 0x15, 0x06
@@ -94,7 +97,10 @@ def take_filter(calls: Calls) -> int:
     code = filter_code(calls)
     program = _Program(len(code) // STEP.size, code)
     _check("no new privileges", _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
-    listener = _libc.syscall(calls.seccomp, _SET_FILTER, _NEW_LISTENER | _SPEC_ALLOW, ctypes.byref(program))
+    flags = _NEW_LISTENER | _SPEC_ALLOW
+    listener = _libc.syscall(calls.seccomp, _SET_FILTER, flags | _WAIT_KILLABLE, ctypes.byref(program))
+    if listener < 0 and ctypes.get_errno() == errno.EINVAL:
+        listener = _libc.syscall(calls.seccomp, _SET_FILTER, flags, ctypes.byref(program))
     return _check("a filter of system calls", listener)
 
 

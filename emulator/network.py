@@ -31,9 +31,7 @@ NAME_DIGITS = 24
 """With what stands around them they leave 34 characters for an alias in a name's 63 (RFC 1035), as on the Hub."""
 PROBE_S = 60.0
 """How long the probe may take on a machine that has much else to do; 0.05 s on a quiet one."""
-PROBE = (
-    "import socket; s = socket.socket(); s.bind(('0.0.0.0', 0)); print(s.getsockname()[0], socket.gethostbyname('it'))"
-)
+PROBE = "import socket as s; b = s.socket(); b.bind(('', 8000)); print(b.getsockname()[0], s.gethostbyname('it'))"
 
 
 @dataclass(frozen=True)
@@ -134,18 +132,18 @@ class Network:
     def _write(self, members: list[Member]) -> None:
         machine = Path(member.HOSTS).read_text(errors="replace")
         for each in members:
-            # In place: it is mounted. In one piece, for somebody may be reading.
+            # In place: it is mounted. In one piece, and over all that was there, for somebody may be reading.
             each.hosts.touch()
             text = hosts_file(each, members, self._host, machine).encode()
             with each.hosts.open("r+b", buffering=0) as file:
-                file.write(text)
+                file.write(text.ljust(each.hosts.stat().st_size, b"\n"))
                 file.truncate(len(text))
 
     def missing(self, directory: Path) -> str | None:
         """What this machine lacks for ports of a Job's own, or None: tried out, once, in a tenth of a second."""
         with self._probing:
             if not self._probed:
-                self._missing = _probe(directory)
+                self._missing = _probe(directory, _addresses(next(self._numbers)))
                 self._probed = True
         return self._missing
 
@@ -154,9 +152,8 @@ def _addresses(number: int) -> Own:
     return Own(str(SHARED + number % ADDRESSES), str(PRIVATE + number % ADDRESSES))
 
 
-def _probe(directory: Path) -> str | None:
+def _probe(directory: Path, own: Own) -> str | None:
     """Start a process as a member's, and see whether it has an address and a name of its own."""
-    own = _addresses(0)
     probed = Member("probe", "it", (), own, directory / "hosts")
     probed.hosts.write_text(f"{own.shared} it\n")
     try:

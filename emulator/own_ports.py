@@ -3,7 +3,7 @@
 Such a Job has two addresses of the loopback network. What it binds to all interfaces is bound to the one that gateway
 and peers know, what it binds to 127.0.0.1 to the other; when it connects to itself it gets what it bound. So two Jobs
 may both listen on 8000, and neither knows. Everything else is left to the kernel as it was asked: addresses that
-are not the Job's own (the Hub, the bucket, the Internet), datagrams, Unix sockets.
+are not the Job's own (the Hub, the bucket, the Internet), ports that the kernel is to choose, datagrams, Unix sockets.
 
 The kernel hands over each call (seccomp_unotify(2)); the socket is fetched from the process (pidfd_getfd(2)), bound or
 connected in its place, and the result is the call's. This keeps Jobs apart, it does not lock them in.
@@ -52,7 +52,7 @@ class Own:
 
 def parse(data: bytes) -> tuple[IPv4Address, int] | None:
     """Address and port of a `sockaddr`; None for a family that has none. IPv6's own addresses count as IPv4's."""
-    family = int.from_bytes(data[:2], sys.byteorder)
+    family = _family(data)
     if family == socket.AF_INET and len(data) >= 8:
         return IPv4Address(data[4:8]), int.from_bytes(data[2:4], "big")
     if family == socket.AF_INET6 and len(data) >= 24:
@@ -60,6 +60,10 @@ def parse(data: bytes) -> tuple[IPv4Address, int] | None:
         same = {IPv6Address("::"): ANY, IPv6Address("::1"): SELF}.get(address, address.ipv4_mapped)
         return (same, int.from_bytes(data[2:4], "big")) if same else None
     return None
+
+
+def _family(data: bytes) -> int:
+    return int.from_bytes(data[:2], sys.byteorder)
 
 
 @dataclass
@@ -70,9 +74,13 @@ class Bound:
     ports: dict[int, str] = field(default_factory=dict)
     """Port -> the own address it was bound to last."""
 
-    def to_bind(self, address: IPv4Address) -> str | None:
-        """The address to bind instead, or None for the one that was asked for."""
-        return {ANY: self.own.shared, SELF: self.own.private}.get(address)
+    def to_bind(self, address: IPv4Address, port: int) -> str | None:
+        """The address to bind instead, or None for the one that was asked for.
+
+        A port that the kernel chooses (0) is nobody else's: neither the Hub's, to which the Job connects, nor that of
+        another Job. And its socket may be one that connects to the outside, which it could not from an own address.
+        """
+        return {ANY: self.own.shared, SELF: self.own.private}.get(address) if port else None
 
     def to_connect(self, address: IPv4Address, port: int) -> str | None:
         """The address to connect to instead, or None for the one that was asked for."""
@@ -111,13 +119,14 @@ class OwnPorts:
         binds = call == CALLS[platform.machine()].bind
         taken = None
         try:
-            if target := parse(_memory(thread, pointer, min(length, SOCKADDR_BYTES))):
+            asked = _memory(thread, pointer, min(length, SOCKADDR_BYTES))
+            if target := parse(asked):
                 address, port = target
-                instead = self._bound.to_bind(address) if binds else self._bound.to_connect(address, port)
+                instead = (self._bound.to_bind if binds else self._bound.to_connect)(address, port)
                 taken = _take(thread, descriptor) if instead else None
         except (OSError, OverflowError):  # it ended, nobody may look into it, or there is nothing: the kernel knows
             pass
-        if taken and taken.type != socket.SOCK_STREAM:
+        if taken and (taken.type != socket.SOCK_STREAM or taken.family != _family(asked)):
             taken.close()
             taken = None
         if taken is None or instead is None:

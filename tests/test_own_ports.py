@@ -1,6 +1,7 @@
 """Whose address a call means, and what a program sees that shares its ports with nobody."""
 
 import errno
+import platform
 import socket
 import subprocess
 import sys
@@ -37,9 +38,10 @@ def test_addresses_of_calls(data, meant):
 
 def test_what_is_bound_to_all_interfaces_is_the_peers_and_the_rest_is_the_jobs_own():
     bound = Bound(OWN, {8000: OWN.shared, 8001: OWN.private})
-    assert bound.to_bind(IPv4Address("0.0.0.0")) == OWN.shared
-    assert bound.to_bind(IPv4Address("127.0.0.1")) == OWN.private
-    assert bound.to_bind(IPv4Address("10.0.0.7")) is None
+    assert bound.to_bind(IPv4Address("0.0.0.0"), 8000) == OWN.shared
+    assert bound.to_bind(IPv4Address("127.0.0.1"), 8000) == OWN.private
+    assert bound.to_bind(IPv4Address("10.0.0.7"), 8000) is None
+    assert bound.to_bind(IPv4Address("127.0.0.1"), 0) is None
     assert bound.to_connect(IPv4Address("127.0.0.1"), 8000) == OWN.shared
     assert bound.to_connect(IPv4Address("0.0.0.0"), 8001) == OWN.private
     assert bound.to_connect(IPv4Address("127.0.0.1"), 8002) is None  # the Hub's, say
@@ -121,33 +123,34 @@ async def main():
     async def answer(reader, writer):
         writer.write(b"me")
         writer.close()
-    async with await asyncio.start_server(answer, %(host)r, 0 if %(host)r else %(port)d) as server:
-        port = next(each.getsockname()[1] for each in server.sockets if each.family == socket.AF_INET)
+    async with await asyncio.start_server(answer, %(host)r, %(port)d) as server:
         for name in ("127.0.0.1", "localhost", "::ffff:127.0.0.1", "::1"):
-            reader, writer = await asyncio.open_connection(name, port)
+            reader, writer = await asyncio.open_connection(name, %(port)d)
             print((await reader.read()).decode(), end=" ")
             writer.close()
 asyncio.run(main())
-server = socket.create_server(("127.0.0.1", 0))
-client = threading.Thread(target=lambda: print(socket.create_connection(server.getsockname()).recv(9).decode(), end=""))
-client.start()
-with server.accept()[0] as connection:
-    connection.sendall(b"waited")
-client.join()
+for port in (%(port)d, 0):
+    server = socket.create_server(("127.0.0.1", port))
+    own = "127.0.0.1", server.getsockname()[1]
+    client = threading.Thread(target=lambda: print(socket.create_connection(own).recv(9).decode(), end=" "))
+    client.start()
+    with server.accept()[0] as connection:
+        connection.sendall(b"waited")
+    client.join()
 """
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
 def test_a_program_reaches_itself_by_every_name(inside, free_port, host):
-    assert inside(TALKS_TO_ITSELF % {"host": host, "port": free_port}).stdout.read() == "me me me me waited"
+    assert inside(TALKS_TO_ITSELF % {"host": host, "port": free_port}).stdout.read() == "me me me me waited waited "
 
 
 CHILD_OF_A_THREAD = """
 import socket, subprocess, sys, threading
-code = "import socket; print(socket.create_server(('', 0)).getsockname()[0], flush=True)"
+code = "import socket; print(socket.create_server(('', %(port)d)).getsockname()[0], flush=True)"
 def work():
     subprocess.run([sys.executable, "-c", code], check=True)
-    print(socket.create_server(("", 0)).getsockname()[0], flush=True)
+    print(socket.create_server(("", %(port)d)).getsockname()[0], flush=True)
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
@@ -155,7 +158,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
     datagrams.bind(("0.0.0.0", 0))
     print(datagrams.getsockname()[0])
 with socket.socket(socket.AF_UNIX) as unix, socket.socket(socket.AF_UNIX) as client:
-    unix.bind("\\0asyncgrpo-test-" + %r)
+    unix.bind("\\0asyncgrpo-test-" + %(name)r)
     unix.listen()
     client.connect(unix.getsockname())
 try:
@@ -165,31 +168,73 @@ except OSError as error:
 """
 
 
-def test_threads_children_and_what_is_left_to_the_kernel(inside, tmp_path):
-    told = inside(CHILD_OF_A_THREAD % tmp_path.name).stdout.read().split()
+def test_threads_children_and_what_is_left_to_the_kernel(inside, tmp_path, free_port):
+    told = inside(CHILD_OF_A_THREAD % {"name": tmp_path.name, "port": free_port}).stdout.read().split()
     assert told == [OWN.shared, OWN.shared, "0.0.0.0", str(errno.EADDRNOTAVAIL)]
 
 
 WRONG = """
 import ctypes, os, socket
 libc = ctypes.CDLL(None, use_errno=True)
-address = b"\\x02\\x00\\x1f\\x40" + bytes(12)
-stream = socket.socket()
+address = b"\\x02\\x00" + (%d).to_bytes(2, "big") + bytes(12)
+stream, unix, ipv6 = socket.socket(), socket.socket(socket.AF_UNIX), socket.socket(socket.AF_INET6)
 for descriptor, pointer, length in (
     (os.pipe()[0], address, 16),
     (999, address, 16),
     (stream.fileno(), ctypes.c_void_p(1), 16),
     (stream.fileno(), ctypes.c_void_p(-1), 16),
     (stream.fileno(), address, 3),
+    (unix.fileno(), address, 16),
+    (ipv6.fileno(), address, 16),
     (stream.fileno(), address, 16),
 ):
     print(ctypes.get_errno() if libc.bind(descriptor, pointer, length) else 0)
 """
 
 
-def test_calls_that_are_wrong_get_the_kernels_answers(inside):
-    expected = [errno.ENOTSOCK, errno.EBADF, errno.EFAULT, errno.EFAULT, errno.EINVAL, 0]
-    assert list(map(int, inside(WRONG).stdout.read().split())) == expected
+def test_calls_that_are_wrong_get_the_kernels_answers(inside, free_port):
+    """And the next one is answered as ever."""
+    expected = [errno.ENOTSOCK, errno.EBADF, errno.EFAULT, errno.EFAULT, *[errno.EINVAL] * 3, 0]
+    assert list(map(int, inside(WRONG % free_port).stdout.read().split())) == expected
+
+
+INTERRUPTED = """
+import signal, socket
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.siginterrupt(signal.SIGALRM, False)
+signal.setitimer(signal.ITIMER_REAL, 0.0003, 0.0003)
+for _ in range(300):
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("", %d))
+print("bound")
+"""
+
+
+KERNEL = tuple(map(int, platform.release().split("-")[0].split(".")[:2]))
+
+
+@pytest.mark.skipif(KERNEL < (6, 17), reason="an older kernel may begin a call anew that was just answered")
+def test_a_signal_binds_nothing_twice(inside, free_port):
+    assert inside(INTERRUPTED % free_port).stdout.read() == "bound\n"
+
+
+FROM_A_PORT = """
+import socket
+with socket.socket() as client:
+    client.settimeout(0.0)
+    client.bind(("", 0))
+    try:
+        client.connect(("203.0.113.1", 9))
+    except OSError as error:
+        print(error.errno)
+"""
+
+
+def test_who_binds_before_connecting_to_the_outside_is_not_held_back(inside):
+    ours = subprocess.run([sys.executable, "-c", FROM_A_PORT], stdout=subprocess.PIPE, text=True, check=True)
+    assert inside(FROM_A_PORT).stdout.read() == ours.stdout  # it is on its way, or there is no network
+    assert ours.stdout.strip() != str(errno.EINVAL)
 
 
 def test_a_port_that_is_taken_is_taken(inside, free_port):
