@@ -28,7 +28,8 @@ SET_BY_US = {
 """Fields of `AsyncGRPOConfig` that a recipe cannot choose, and why. With a script of the user's own, who may want
 metrics elsewhere too, it can choose `report_to`."""
 
-
+SECRET = ("hub_token", "push_to_hub_token")
+"""Fields of transformers' `TrainingArguments` that hold a token."""
 NEEDED: dict[Role, tuple[str, ...]] = {"trainer": ("torch", "trl", "peft"), "replica": ("torch", "vllm")}
 """Packages that a role imports."""
 
@@ -41,7 +42,9 @@ def check(recipe: Recipe, local: bool, pythons: Mapping[Role, str] | None = None
         ConfigError: the first thing that cannot work.
     """
     check_replicas(recipe)
+    check_rewards(recipe)
     check_script(recipe)
+    check_secrets(recipe)
     check_adapter(recipe)
     check_lengths(recipe)
     check_versions(recipe)
@@ -58,6 +61,15 @@ def check_replicas(recipe: Recipe) -> None:
     for name, value in (("replica.count", recipe.replica.count), ("replica.engines", recipe.replica.engine_count)):
         if value < 1:
             raise ConfigError(f"{name} = {value}: at least 1 is needed.")
+    if (ranks := recipe.replica.vllm.get("data_parallel_size", 1)) > 1:
+        raise ConfigError(
+            f"replica.vllm.data_parallel_size = {ranks}: TRL then syncs merged weights over NCCL, which does not reach "
+            "the replicas. Remove it, and set replica.engines or replica.count instead."
+        )
+
+
+def check_rewards(recipe: Recipe) -> None:
+    """As many weights as functions, and servers that answer before TRL takes the rollout process for hung."""
     if recipe.reward is None:
         return
     weights, functions = recipe.reward.weights, recipe.reward.functions
@@ -66,11 +78,6 @@ def check_replicas(recipe: Recipe) -> None:
     if weights and len(weights) != len(functions):
         raise ConfigError(
             f"reward.weights has {len(weights)} numbers for {len(functions)} functions: give one each, or none."
-        )
-    if (ranks := recipe.replica.vllm.get("data_parallel_size", 1)) > 1:
-        raise ConfigError(
-            f"replica.vllm.data_parallel_size = {ranks}: TRL then syncs merged weights over NCCL, which does not reach "
-            "the replicas. Remove it, and set replica.engines or replica.count instead."
         )
     for server in reward_servers(recipe):
         stale_s = float(recipe.trainer.get("heartbeat_stale_after_s", 300.0))
@@ -86,7 +93,9 @@ def check_script(recipe: Recipe) -> None:
     """The script trains an adapter, as far as can be seen; tells where its model is not the one that is served."""
     if recipe.script is None:
         return
-    versions.check_packages(f"dependencies of {recipe.script.name}", scripts.dependencies(recipe.script.text))
+    field, packages = f"dependencies of {recipe.script.name}", scripts.dependencies(recipe.script.text)
+    versions.check_packages(field, packages)
+    versions.check_together(field, packages, "jobs.trainer_packages", recipe.jobs.trainer_packages)
     if recipe.lora is None and recipe.stated.full:
         raise ConfigError(scripts.NO_ADAPTER)
     if recipe.stated.model not in (None, recipe.model.id):
@@ -96,6 +105,17 @@ def check_script(recipe: Recipe) -> None:
             recipe.stated.model,
             recipe.model.id,
         )
+
+
+def check_secrets(recipe: Recipe) -> None:
+    """Nothing secret travels in the run's specification, where everybody who may read the bucket could read it."""
+    for name in SECRET:
+        if recipe.settings.get(name) is not None:
+            where = f"trainer.{name}" if name in recipe.trainer else f"{name} in trainer.script"
+            raise ConfigError(
+                f"{where}: it would lie open in the run's specification. Take it out: the trainer's Job has the token "
+                "that you launch with, as HF_TOKEN."
+            )
 
 
 def check_adapter(recipe: Recipe) -> None:

@@ -56,9 +56,22 @@ def is_url(function: str) -> bool:
     return function.startswith(("http://", "https://"))
 
 
+def token_of(environ: Mapping[str, str]) -> str | None:
+    """The bearer token, without the newline that one read from a file may have.
+
+    Raises:
+        ConfigError: it can be no header's value; errors of HTTP libraries would show it.
+    """
+    token = environ.get(TOKEN, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"{TOKEN}: a token is one line of printable ASCII characters, and this one is not.")
+    return token or None
+
+
 def secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a Job needs in secret to ask reward servers."""
-    return {TOKEN: environ[TOKEN]} if environ.get(TOKEN) else {}
+    """What a Job needs in secret to ask reward servers; raises what `token_of` does."""
+    token = token_of(environ)
+    return {TOKEN: token} if token else {}
 
 
 class RewardServer:
@@ -71,13 +84,9 @@ class RewardServer:
     """
 
     def __init__(self, url: str, where: str = "reward.functions", timeout_s: float = 60.0) -> None:
+        if not _can_be_asked(url):
+            raise ConfigError(f"{where} = {url.rpartition('@')[2]!r}: expected http(s)://host[:port]/path.")
         parts = urlsplit(url)
-        try:
-            port_ok = parts.port is None or parts.port > 0
-        except ValueError:
-            port_ok = False
-        if not parts.hostname or not port_ok:
-            raise ConfigError(f"{where} = {url!r}: expected http(s)://host[:port]/path.")
         shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         if "@" in parts.netloc:
             raise ConfigError(
@@ -85,7 +94,7 @@ class RewardServer:
                 f"specification. Take it out, and set {TOKEN} instead."
             )
         self.url, self.timeout_s = url, timeout_s
-        self.host = parts.hostname
+        self.host = str(parts.hostname)
         self.__name__ = f"{parts.netloc}{parts.path}"  # what metrics are called
         self._what = f"{where} = {shown!r}"
         self._client: httpx.AsyncClient | None = None
@@ -195,7 +204,7 @@ class RewardServer:
         if self._client is None or self._loop is not loop:
             self._client, self._loop = httpx.AsyncClient(limits=httpx.Limits(max_connections=None)), loop
         headers = {"content-type": "application/json", "accept": "application/json"}
-        if token := os.environ.get(TOKEN):
+        if token := token_of(os.environ):
             headers["authorization"] = f"Bearer {token}"
         timeout = httpx.Timeout(max(timeout_s, 0.001), connect=CONNECT_S)
         return await self._client.post(self.url, content=body, headers=headers, timeout=timeout)
@@ -227,8 +236,17 @@ class RewardServer:
     def _said(self, answer: httpx.Response) -> str:
         """The start of the server's answer, on one line and without the token."""
         text = " ".join(answer.text.split())[:SHOWN_CHARACTERS]
-        token = os.environ.get(TOKEN)
+        token = token_of(os.environ)
         return (text.replace(token, "***") if token else text) or answer.reason_phrase
+
+
+def _can_be_asked(url: str) -> bool:
+    """Whether httpx and the resolver take it: they find more faults, as late as they ask."""
+    try:
+        port, read = urlsplit(url).port, httpx.URL(url)
+        return bool(read.host and read.raw_host.decode("ascii").encode("idna")) and (port is None or port > 0)
+    except (ValueError, httpx.InvalidURL):
+        return False
 
 
 def _words(error: Exception) -> str:

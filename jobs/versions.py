@@ -31,7 +31,7 @@ VLLM_FIRST, VLLM_LAST = (0, 22), (0, 31)
 VLLM_RANGE = f"{VLLM_FIRST[0]}.{VLLM_FIRST[1]} to {VLLM_LAST[0]}.{VLLM_LAST[1]}"
 
 _VLLM_IMAGE = re.compile(r"(?:docker\.io/)?vllm/vllm-openai(?:-[\w-]+)?:v(?P<version>\d+\.\d+[\w.]*)")
-_TRL_PIN = re.compile(r"\s*trl\s*(?:\[[^]]*\])?\s*==\s*(?P<version>[\w.+!]+)\s*")
+_PIN = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[[^]]*\])?\s*==\s*(?P<version>[\w.+!]+)\s*")
 
 
 def check_trl(version: str | None, where: str = "the trainer's environment") -> Trl:
@@ -69,5 +69,22 @@ def check_image(field: str, image: str) -> None:
 def check_packages(field: str, packages: list[str]) -> None:
     """Raises ConfigError for a list of packages, as for pip, that pins TRL to a version that is not supported."""
     for package in packages:
-        if found := _TRL_PIN.fullmatch(package):
+        if (found := _PIN.fullmatch(package)) and found["name"] == "trl":
             check_trl(found["version"], f"{field}: {package!r}")
+
+
+def check_together(field: str, packages: list[str], other_field: str, others: list[str]) -> None:
+    """Raises ConfigError for a package that two lists, which pip gets as one, pin to different versions."""
+    pinned, others_pinned = _pins(packages), _pins(others)
+    for name in sorted(pinned.keys() & others_pinned.keys()):
+        if pinned[name] != others_pinned[name]:
+            raise ConfigError(
+                f"{field} have {name}=={pinned[name]}, and {other_field} has {name}=={others_pinned[name]}: pip "
+                "installs both lists at once. Give them the same version."
+            )
+
+
+def _pins(packages: list[str]) -> dict[str, str]:
+    """The version of each package that is pinned to one, by its normalized name."""
+    found = filter(None, map(_PIN.fullmatch, packages))
+    return {re.sub("[-_.]+", "-", pin["name"]).lower(): pin["version"] for pin in found}

@@ -43,6 +43,7 @@ WRONG = {
     "trainer.learnig_rate=1.0": r"trainer\.learnig_rate is no field .*did you mean learning_rate",
     "jobs.image=vllm/vllm-openai:v0.21.0": r"jobs\.image = .*: vllm 0\.21\.0 is not supported",
     "jobs.trainer_packages=['trl==1.13.0']": r"jobs\.trainer_packages: .*trl 1\.13\.0 is not supported",
+    "trainer.hub_token=hf_x": r"trainer\.hub_token: it would lie open in the run's specification",
     "trainer.output_dir=x": r"trainer\.output_dir cannot be set",
 }
 

@@ -219,6 +219,15 @@ def test_the_token_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> No
         assert b"rs-secret" not in pickle.dumps(server)
 
 
+def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reward_server.secrets({TOKEN: "rs-secret\n"}) == {TOKEN: "rs-secret"}  # as `cat` or a mounted secret has it
+    monkeypatch.setenv(TOKEN, "rs-secret\nsecond")
+    for refused in (lambda: reward_server.secrets(os.environ), lambda: asked(RewardServer("http://127.0.0.1:9/"), "7")):
+        with pytest.raises(ConfigError, match=f"{TOKEN}: a token is one line of printable ASCII") as caught:
+            refused()
+        assert "rs-secret" not in str(caught.value)
+
+
 def test_a_column_that_json_cannot_hold_is_named(grader: str) -> None:
     with pytest.raises(ConfigError, match="column `image` of the data set cannot be sent as JSON"):
         asked(RewardServer(f"{grader}/digit"), "7", image=[b"png"])
@@ -229,6 +238,10 @@ def test_a_column_that_json_cannot_hold_is_named(grader: str) -> None:
     [
         ("http:///score", r"expected http\(s\)://host"),
         ("http://host:99999/", r"expected http\(s\)://host"),
+        ("http://[::1/score", r"expected http\(s\)://host"),
+        ("http://grader..example/score", r"expected http\(s\)://host"),
+        ("http://xn--/score", r"expected http\(s\)://host"),
+        ("http://grader\x00/score", r"expected http\(s\)://host"),
         ("https://me:hunter2@host/score", f"holds a password.*set {TOKEN} instead"),
     ],
 )

@@ -148,6 +148,11 @@ REFUSED = {
     ("x = 1", "lora.r=8", "trainer.output_dir=here"): r"trainer\.output_dir cannot be set",
     ("# /// script\n# x\n# ///\n", "lora.r=8"): "metadata",
     ("# /// script\n# dependencies = ['trl==1.18.0']\n# ///\n", "lora.r=8"): r"dependencies of train\.py: .*1\.18\.0",
+    ("# /// script\n# dependencies = ['trl==1.15.0']\n# ///\n", "lora.r=8"): (
+        r"dependencies of train\.py have trl==1\.15\.0, and jobs\.trainer_packages has trl==1\.16\.0"
+    ),
+    ("AsyncGRPOConfig(hub_token='hf_x')", "lora.r=8"): r"hub_token in trainer\.script: it would lie open",
+    ("", "lora.r=8", "replica.vllm.data_parallel_size=2"): r"data_parallel_size = 2: TRL then syncs merged weights",
 }
 
 

@@ -81,6 +81,12 @@ def test_a_pin_of_another_trl_is_refused(pin: str) -> None:
         versions.check_packages("jobs.trainer_packages", ["peft==0.21.2", pin])
 
 
+def test_two_lists_that_pip_gets_as_one_agree() -> None:
+    versions.check_together("a", ["peft==1", "trl", "x-y==2"], "b", ["trl==1.16.0", "X_Y==2", "datasets==3"])
+    with pytest.raises(ConfigError, match=r"a have x-y==2, and b has x-y==3: .* Give them the same version\."):
+        versions.check_together("a", ["x_y[z]==2"], "b", ["X-y == 3"])
+
+
 def test_each_version_is_pinned_in_a_lock() -> None:
     locks = {path.name: path.read_text().splitlines() for path in (ROOT / "requirements").glob("*.txt")}
     newest = list(versions.TRL)[-1]
