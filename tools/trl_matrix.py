@@ -64,13 +64,7 @@ def wrong(outcome: Outcome) -> list[str]:
     found = []
     if set(outcome.trained_with) != {outcome.version}:
         found.append(f"trained with {', '.join(outcome.trained_with) or 'an unknown TRL'}")
-    for field, expected in (
-        ("steps", STEPS),
-        ("attempt", 2),
-        ("trainer_resumes", 1),
-        ("rollouts_lost", 0),
-        ("orphans", 0),
-    ):
+    for field, expected in EXPECTED.items():
         if summary[field] != expected:
             found.append(f"{field} {summary[field]} instead of {expected}")
     if not summary["reward_last"] >= summary["reward_first"] + CLIMBS:
