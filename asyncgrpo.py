@@ -182,6 +182,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as
     "--set", "overrides", multiple=True, metavar="SECTION.FIELD=VALUE", help="Replaces one field; may be given again."
 )
 @click.option("--run", "run_name", help="The run's name; made up from recipe and time if left out.")
+@click.option("--resume", is_flag=True, help="Go on with a run that has ended (--run), from its last checkpoint.")
 @TRANSPORT
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the training and the engines.")
 @click.option("--dry-run", is_flag=True, help="Show the plan with its prices and every derived value; start nothing.")

@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, JobInfo
 from jobs import hub as hub_calls
 from jobs import labels
 from jobs.bucket import Bucket
-from jobs.errors import RunFailed
+from jobs.errors import ConfigError, RunFailed
 from jobs.http import group_url
 from jobs.roster import JobPlan, Role, Roster, replica_key
 
@@ -53,6 +53,7 @@ class Crew:
     """Starts, watches, restarts and cancels the Jobs of one run. Not thread-safe: one thread leads.
 
     `initiator` is the id of the user who starts the Jobs, if it is known: Jobs of others are never taken for the run's.
+    `earlier` has the last generation of each place in an earlier launch of the run (`earlier_generations`).
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class Crew:
         secrets: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
         initiator: str | None = None,
+        earlier: Mapping[tuple[str, int], int] | None = None,
     ) -> None:
         self._hub, self._namespace, self._run, self._bucket = hub, namespace, run, bucket
         self._plans, self._secrets, self._clock, self._initiator = plans, dict(secrets), clock, initiator
         self._posts: dict[tuple[Role, int], _Post] = {}
         self._announced: dict[int, list[str]] = {}
+        self._earlier = dict(earlier or {})
         self.restarts = 0
 
     @property
@@ -84,7 +87,7 @@ class Crew:
             RunFailed: the Hub refused it, in the Hub's words.
         """
         post = self._posts.get((role, index))
-        generation = post.generation + 1 if post else 0
+        generation = post.generation + 1 if post else self._earlier.get((role, index), -1) + 1
         job_id = self._create(role, index, generation)
         self._posts[role, index] = _Post(job_id, generation, post.failures if post else 0)
         self._announced.pop(index, None) if role == "replica" else None
@@ -289,6 +292,25 @@ def alias(index: int, generation: int) -> str:
     The next one in its place has another, so that no two answer to one name while the first is on its way out.
     """
     return f"replica-{index}-{generation}"
+
+
+def earlier_generations(hub: HfApi, namespace: str, run: str) -> dict[tuple[str, int], int]:
+    """The last generation of each place (role, index) that the run ever had Jobs for.
+
+    Raises:
+        ConfigError: one of them is alive.
+    """
+    found: dict[tuple[str, int], int] = {}
+    for job in hub_calls.list_jobs(hub, namespace, {labels.RUN: run}):
+        if (place := labels.read(job.labels)) is None:
+            continue
+        if job.status.stage not in TERMINAL:
+            raise ConfigError(
+                f"--resume: run {run} still has Jobs, such as {job.id} ({place.role} {place.index}, "
+                f"{job.status.stage}). It goes on by itself; or stop it first: asyncgrpo stop {run}"
+            )
+        found[place.role, place.index] = max(place.generation, found.get((place.role, place.index), 0))
+    return found
 
 
 def _age(job: JobInfo) -> tuple[bool, float]:

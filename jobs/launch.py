@@ -17,13 +17,13 @@ from huggingface_hub import JobInfo, Volume
 
 from jobs import bundle, deadlines, folders, labels, leader, lease
 from jobs.bucket import SHOWN_POLL_S, SHOWN_S, Bucket
-from jobs.crew import PORT, TERMINAL, Crew
+from jobs.crew import PORT, TERMINAL, Crew, earlier_generations
 from jobs.errors import BucketError, ConfigError, NotFound, RunFailed
 from jobs.leader import Leader, Leadership
 from jobs.plan import resolve
 from jobs.progress import progress_key
 from jobs.recipe import Recipe
-from jobs.roster import JobPlan, Role
+from jobs.roster import JobPlan, Role, replicas_prefix
 from jobs.script import dependencies
 from jobs.site import Site
 from jobs.spec import VLLM_SERVER, Engine, ModelRef, RunSpec, Transport, final_prefix, spec_key
@@ -83,12 +83,14 @@ class Launch:
         engine_module: str | None,
         seed: int,
         transport: Transport = "s3",
+        resume: bool = False,
     ) -> None:
         self.site, self.recipe, self.run = site, resolve(recipe), run
         self.engine: Engine = engine
         self.engine_module = engine_module or VLLM_SERVER
         self.seed = seed
         self.transport: Transport = transport
+        self.resume = resume
         self.bucket = Bucket(site.bucket)
         self.trainer_restarts = 0
         self._network_group: str | None = None
@@ -129,13 +131,56 @@ class Launch:
 
         `model_dir` holds a model that no Hub has; it travels through the bucket.
 
+        With `resume` the run is one that ended before it was done, and goes on in a new attempt.
+
         Raises:
-            ConfigError: the run's name is taken in this bucket.
+            ConfigError: the run's name is taken in this bucket; or, to resume, there is no such run, it was meant for
+                another model or adapter, or it changed meanwhile.
         """
+        if self.resume:
+            return self._reclaim(model_dir)
         self.bucket.ensure()
+        archive, spec = self._spec(model_dir)
+        if not self.bucket.put_new(spec_key(self.run), spec.to_json()):
+            raise ConfigError(
+                f"run {self.run!r} is already in the bucket {self.site.bucket.url}: choose another with --run, or "
+                "--resume that one."
+            )
+        lease.renew(self.bucket, self.run)
+        return archive, spec.archive_sha256
+
+    def _reclaim(self, model_dir: Path | None) -> tuple[Path | None, str]:
+        try:
+            content, etag = self.bucket.get_tagged(spec_key(self.run))
+        except NotFound as error:
+            raise ConfigError(
+                f"--resume: there is no run {self.run!r} in the bucket {self.site.bucket.url}; see --run and --bucket."
+            ) from error
+        was, (archive, spec) = RunSpec.from_json(content), self._spec(model_dir)
+        for field, before, now in (
+            ("model.id", was.recipe.model.id, self.recipe.model.id),
+            ("[lora]", was.recipe.lora, self.recipe.lora),
+        ):
+            if before != now:
+                raise ConfigError(
+                    f"--resume: {field} of run {self.run} is {before} and would become {now}, which its checkpoints "
+                    "do not fit. Leave it as it was, or start a new run."
+                )
+        if not self.bucket.put_if(spec_key(self.run), spec.to_json(), etag):
+            raise ConfigError(f"--resume: somebody else resumes run {self.run} right now.")
+        records = self.bucket.list(replicas_prefix(self.run))
+        self.bucket.delete([*records, leader.leader_key(self.run), leader.wanted_key(self.run)])
+        if progress := self._progress():
+            told = {**progress, "state": "starting", "reason": None}
+            self.bucket.put(progress_key(self.run), json.dumps(told).encode())
+        lease.renew(self.bucket, self.run)
+        return archive, spec.archive_sha256
+
+    def _spec(self, model_dir: Path | None) -> tuple[Path | None, RunSpec]:
+        """This program's archive, and what the bucket is told of the run."""
         archive = bundle.archive()
         sha256 = hashlib.sha256(archive.read_bytes()).hexdigest() if archive else ""
-        spec = RunSpec(
+        return archive, RunSpec(
             run=self.run,
             recipe=self.recipe,
             model=self._model(model_dir),
@@ -146,20 +191,16 @@ class Launch:
             created_at=time.time(),
             archive_sha256=sha256,
         )
-        if not self.bucket.put_new(spec_key(self.run), spec.to_json()):
-            raise ConfigError(
-                f"run {self.run!r} is already in the bucket {self.site.bucket.url}: choose another with --run."
-            )
-        lease.renew(self.bucket, self.run)
-        return archive, sha256
 
     def start(self, model_dir: Path | None = None) -> None:
         """Claims the run, brings archive and model into the bucket and starts replicas and trainer side by side.
 
         Raises:
-            ConfigError: the run's name is taken in this bucket.
+            ConfigError: see `claim`; or the run to resume still has living Jobs.
             RunFailed: the Hub refused a Job.
         """
+        hub, namespace = self.site.hub(), self.site.namespace
+        earlier = earlier_generations(hub, namespace, self.run) if self.resume else {}
         archive, sha256 = self.claim(model_dir)
         self._deliver(archive, sha256)
         plans = self.plans(archive, sha256)
@@ -170,13 +211,14 @@ class Launch:
             "HF_TOKEN": self.site.token,
         }
         self._crew = Crew(
-            self.site.hub(),
-            self.site.namespace,
+            hub,
+            namespace,
             self.run,
             self.bucket,
             plans,
             job_secrets,
             initiator=str(self.site.whoami()["id"]),
+            earlier=earlier,
         )
         self._crew.roster.write(self.bucket, job_secrets["ASYNCGRPO_KEY"])
         leadership = Leadership(self.bucket, self.run, "launcher", LAUNCHER_PATIENCE_S)

@@ -56,6 +56,7 @@ class Options:
     config: str | None = None
     overrides: tuple[str, ...] = ()
     run_name: str | None = None
+    resume: bool = False
     namespace: str | None = None
     bucket: str | None = None
     transport: Transport = "s3"
@@ -76,6 +77,8 @@ def launch(options: Options, environ: Mapping[str, str]) -> int:
     logs.to_stderr(logging.WARNING)
     chosen = plan.resolve(recipe.load(options.recipe, options.config, options.overrides))
     preflight.check(chosen, local=False)
+    if options.resume and options.run_name is None:
+        raise ConfigError("--resume: which run? Name it with --run.")
     wanted = options.run_name or f"{chosen.name}-{time.strftime('%m%d-%H%M%S')}".lower()
     run = labels.run_name(wanted)
     if run != wanted:
@@ -90,7 +93,7 @@ def launch(options: Options, environ: Mapping[str, str]) -> int:
     for words in preflight.check_servers(chosen, site.local):
         log.warning("%s", words)
     chosen = _for_machine(chosen, site, hardware)
-    started = Launch(site, chosen, run, "vllm", None, options.seed, options.transport)
+    started = Launch(site, chosen, run, "vllm", None, options.seed, options.transport, options.resume)
     made = make_plan(started, hardware)
     if options.dry_run:
         _print_plan(made, options.as_json)
@@ -109,7 +112,7 @@ def _prepare(options: Options, environ: Mapping[str, str], chosen: Recipe, run: 
     site = Site(environ.get("HF_ENDPOINT") or HUB, environ.get("HF_TOKEN") or "", options.namespace or "", settings)
     # Each replica looks at its own machine when it starts; all are taken to compute in what suits this one.
     chosen = replace(chosen, model=machine.resolve(chosen, probe.machine(len(probe.gpus(environ))), None).model)
-    Launch(site, chosen, run, "vllm", None, options.seed, options.transport).claim(_model_dir(chosen))
+    Launch(site, chosen, run, "vllm", None, options.seed, options.transport, options.resume).claim(_model_dir(chosen))
     own = {"ASYNCGRPO_RUN": run, "ASYNCGRPO_KEY": secrets.token_hex(32)}
     own |= reward_server.secrets(environ)
     for name, value in {**settings.environment(), **settings.secrets(), **own}.items():

@@ -14,6 +14,7 @@ from jobs.bucket import Bucket
 from jobs.errors import BucketError, ConfigError, NotFound
 from jobs.http import GROUP_PREFIX
 from jobs.publish import Publisher
+from jobs.roster import replicas_prefix
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class ReplicaSet:
         group_prefix: str | None = None,
     ) -> None:
         self._group_prefix = group_prefix
-        self._bucket, self._prefix, self._publisher, self._apply = bucket, f"runs/{run}/replicas/", publisher, apply
+        self._bucket, self._prefix, self._publisher, self._apply = bucket, replicas_prefix(run), publisher, apply
         self._found: dict[str, str] = {}
         self._named = check(named)
         self._applied: dict[str, str] | None = None

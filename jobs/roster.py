@@ -109,9 +109,14 @@ def _sign(data: bytes, key: str) -> bytes:
     return hmac.new(key.encode(), b"roster\n" + data, hashlib.sha256).hexdigest().encode()
 
 
+def replicas_prefix(run: str) -> str:
+    """Where the records of a run's replicas lie."""
+    return f"runs/{run}/replicas/"
+
+
 def replica_key(run: str, index: int) -> str:
     """Key of a replica's record: where the proxy finds it."""
-    return f"runs/{run}/replicas/{index}.json"
+    return f"{replicas_prefix(run)}{index}.json"
 
 
 def looks_as_planned(job: JobInfo, plan: JobPlan, namespace: str, initiator: str | None) -> bool:

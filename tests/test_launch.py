@@ -214,3 +214,11 @@ def test_a_run_for_machines_of_ones_own_is_claimed_without_jobs(site: Site, emul
     assert bucket.list("runs/own-hosts/replicas/") == []
     with announced(bucket, "own-hosts", 1, environ):
         assert bucket.list("runs/own-hosts/replicas/") == [], "on the Hub, whoever leads does it"
+    lease.end(bucket, "own-hosts")
+    again = CliRunner().invoke(asyncgrpo.main, [*args, "--resume"], env=without_hub)
+    assert again.exit_code == 0 and not lease.ended(bucket, "own-hosts")
+    for wrong, words in (([], "--resume that one"), (["--resume", "--set", "lora.r=4"], "do not fit")):
+        refused = CliRunner().invoke(asyncgrpo.main, [*args, *wrong], env=without_hub)
+        assert refused.exit_code == 2 and words in refused.stderr
+    refused = CliRunner().invoke(asyncgrpo.main, ["launch", "digit", "--resume"], env=without_hub)
+    assert refused.exit_code == 2 and "Name it with --run" in refused.stderr

@@ -16,6 +16,7 @@ from emulator.serve import Emulator
 from jobs import lease, recipe, replica, tiny
 from jobs.bucket import Bucket
 from jobs.bundle import app_dir
+from jobs.errors import ConfigError
 from jobs.launch import Launch
 from jobs.operate import Operation
 from jobs.site import Site
@@ -121,3 +122,36 @@ def test_replicas_end_in_the_stated_time_when_nobody_looks(tmp_path: Path) -> No
         assert {job["stage"] for job in operation.status()["jobs"] if job["role"] == "replica"} == {"COMPLETED"}
         assert "lease was not renewed for 12 s" in "\n".join(operation.logs("replica", 0, follow=False))
         assert operation.status()["state"] == "dead"
+
+
+def test_a_run_that_was_stopped_is_resumed(tmp_path: Path) -> None:
+    """With another reward's weight, say: all but the model and the adapter may change meanwhile."""
+    with Emulator() as emulator:
+        site = Site.from_env(emulator.environment())
+        bucket = Bucket(site.bucket)
+
+        def launch(steps: int, *, resume: bool = False, rank: int = 8) -> Launch:
+            more = [f"trainer.max_steps={steps}", "trainer.save_steps=2", f"lora.r={rank}"]
+            chosen = recipe.load("digit", None, more)
+            return Launch(site, chosen, "again", "sim", "emulator.sim_engine", 0, resume=resume)
+
+        with pytest.raises(ConfigError, match="there is no run 'again'"):
+            launch(40, resume=True).start(tiny.build("digit"))
+        with launch(100_000) as run:
+            run.start(tiny.build("digit"))
+            run.detach()
+        operation = Operation(site, bucket, "again")
+        until(lambda: any(key.endswith("complete.json") for key in bucket.list("runs/again/checkpoints/")))
+        with pytest.raises(ConfigError, match=r"still has Jobs, such as .* asyncgrpo stop again"):
+            launch(40, resume=True).start(tiny.build("digit"))
+        operation.stop()
+        saved = max(int(key.split("checkpoint-")[1].split("/")[0]) for key in bucket.list("runs/again/checkpoints/"))
+        with pytest.raises(ConfigError, match=r"\[lora\] of run again is .*r=8.* would become .*r=4"):
+            launch(40, resume=True, rank=4).start(tiny.build("digit"))
+        with launch(saved + 10, resume=True) as run:
+            run.start(tiny.build("digit"))
+            summary = run.follow(lambda _: None)
+        assert (summary["steps"], summary["attempt"], summary["rollouts_lost"]) == (saved + 10, 2, 0)
+        log = "\n".join(operation.logs("trainer", 0, follow=False))
+        assert f"attempt 2 goes on from checkpoint-{saved}" in log, "the newest trainer is the resumed one's"
+        assert {job["stage"] for job in operation.status()["jobs"]} <= {"CANCELED", "COMPLETED"}
