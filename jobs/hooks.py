@@ -17,6 +17,7 @@ from jobs.errors import ConfigError
 from jobs.manifest import check_config
 from jobs.recipe import Recipe
 from jobs.scoring import Scoring
+from jobs.trl_targets import existing, imported
 
 log = logging.getLogger("jobs.train")
 
@@ -49,14 +50,14 @@ class Hooks:
 
     def install(self) -> None:
         """Changes the classes in place; what a script derives from them is changed with them."""
-        from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-
+        trl = imported("trl.experimental.async_grpo")
         for owner, name, hook in (
-            (AsyncGRPOConfig, "__post_init__", self._configure),
-            (AsyncGRPOTrainer, "__init__", self._construct),
-            (AsyncGRPOTrainer, "train", self._train),
+            ("AsyncGRPOConfig", "__post_init__", self._configure),
+            ("AsyncGRPOTrainer", "__init__", self._construct),
+            ("AsyncGRPOTrainer", "train", self._train),
         ):
-            setattr(owner, name, _around(getattr(owner, name), hook))
+            known = existing(trl, owner)
+            setattr(known, name, _around(existing(known, name), hook))
 
     def _configure(self, original: Callable[..., None], config: Any) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(config)}
@@ -107,9 +108,9 @@ class Hooks:
                 "save_strategy = 'no': a trainer that is killed starts anew. Set trainer.save_strategy = 'steps' and "
                 "trainer.save_steps in the recipe."
             )
-        result = self.train(
-            trainer, lambda resume: original(trainer, resume or resume_from_checkpoint, *args, **kwargs)
-        )
+        # True means the last one in the output directory: the run's own, which comes first if there is one.
+        said = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
+        result = self.train(trainer, lambda resume: original(trainer, resume or said, *args, **kwargs))
         self.trained = True
         return result
 

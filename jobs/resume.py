@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.prompts import Prompts, Remaining
+from jobs.trl_targets import TRAINER, WORKER, existing, imported, replace
 
 STATE = "rollout_state.json"
 """TRL's own part of a checkpoint."""
@@ -28,11 +29,10 @@ def apply(on_cpu: bool) -> None:
 def count_prompts() -> None:
     """Has checkpoints say which prompts are done, and a trainer that resumes begin with the others (see Prompts)."""
     from transformers import TrainerCallback
-    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
-    from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
-    train, dataloader = AsyncGRPOTrainer._inner_training_loop, AsyncGRPOTrainer.get_train_dataloader
-    save, start = AsyncGRPOTrainer._save_checkpoint, AsyncRolloutWorker.start
+    trainer, worker = existing(imported(TRAINER), "AsyncGRPOTrainer"), existing(imported(WORKER), "AsyncRolloutWorker")
+    train, dataloader = existing(trainer, "_inner_training_loop"), existing(trainer, "get_train_dataloader")
+    save, start = existing(trainer, "_save_checkpoint"), existing(worker, "start")
 
     class Steps(TrainerCallback):  # type: ignore[misc]
         """Tells the account of the micro-batches that each step was made with."""
@@ -48,7 +48,7 @@ def count_prompts() -> None:
 
     @functools.wraps(train)
     def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.rollout_worker, AsyncRolloutWorker):  # the first process has it
+        if isinstance(self.rollout_worker, worker):  # the first process has it
             self.rollout_worker.prompts = Prompts.of(state_of(kwargs.get("resume_from_checkpoint")))
             self.remove_callback(Steps)
             steps = Steps()
@@ -59,15 +59,15 @@ def count_prompts() -> None:
     @functools.wraps(dataloader)
     def get_train_dataloader(self: Any) -> Any:
         if prompts := getattr(self.rollout_worker, "prompts", None):
-            self.rollout_queue = _WatchedQueue(self.rollout_queue, prompts)
-            self._trained_groups = _Batched(prompts)
-            self._groups_before_resume = prompts.count
+            self.rollout_queue = _WatchedQueue(existing(self, "rollout_queue"), prompts)
+            replace(self, "_trained_groups", _Batched(prompts))
+            replace(self, "_groups_before_resume", prompts.count)
         return dataloader(self)
 
     @functools.wraps(start)
     def start_worker(self: Any) -> None:
         if (prompts := getattr(self, "prompts", None)) and prompts.count:
-            rows = Remaining(self._loop_kwargs["dataset"], *prompts.begin)
+            rows = Remaining(existing(self, "_loop_kwargs")["dataset"], *prompts.begin)
             self._loop_kwargs |= {"dataset": rows, "dataset_start_index": 0}
         start(self)
 
@@ -78,10 +78,10 @@ def count_prompts() -> None:
             file = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}", STATE)
             file.write_text(json.dumps(json.loads(file.read_text()) | prompts.state()))
 
-    AsyncGRPOTrainer._inner_training_loop = _inner_training_loop
-    AsyncGRPOTrainer.get_train_dataloader = get_train_dataloader
-    AsyncGRPOTrainer._save_checkpoint = _save_checkpoint
-    AsyncRolloutWorker.start = start_worker
+    trainer._inner_training_loop = _inner_training_loop
+    trainer.get_train_dataloader = get_train_dataloader
+    trainer._save_checkpoint = _save_checkpoint
+    worker.start = start_worker
 
 
 class _WatchedQueue:
@@ -124,16 +124,17 @@ def take_no_step_too_many() -> None:
     """
     from transformers.trainer_callback import TrainerState
     from transformers.trainer_utils import TrainOutput
-    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
-    train = AsyncGRPOTrainer._inner_training_loop
+    trainer = existing(imported(TRAINER), "AsyncGRPOTrainer")
+    train = existing(trainer, "_inner_training_loop")
 
     @functools.wraps(train)
     def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoint = kwargs.get("resume_from_checkpoint")
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
-            epochs_over = self._epoch_stop_groups and Prompts.of(state_of(checkpoint)).count >= self._epoch_stop_groups
+            groups = existing(self, "_epoch_stop_groups")
+            epochs_over = groups and Prompts.of(state_of(checkpoint)).count >= groups
             if state.global_step >= self.args.max_steps or epochs_over:
                 self.state = state
                 if self.is_fsdp_enabled:  # else transformers has loaded it by now
@@ -141,7 +142,7 @@ def take_no_step_too_many() -> None:
                 return TrainOutput(state.global_step, 0.0, {})
         return train(self, *args, **kwargs)
 
-    AsyncGRPOTrainer._inner_training_loop = _inner_training_loop
+    trainer._inner_training_loop = _inner_training_loop
 
 
 def save_sharded_adapters() -> None:
@@ -150,9 +151,8 @@ def save_sharded_adapters() -> None:
     With a sharded state transformers writes the shards alone, and with a full one (torch 2.13) PEFT fails: what was
     gathered has no storage.
     """
-    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
-
-    save = AsyncGRPOTrainer.save_model
+    trainer = existing(imported(TRAINER), "AsyncGRPOTrainer")
+    save = existing(trainer, "save_model")
 
     @functools.wraps(save)
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -167,7 +167,7 @@ def save_sharded_adapters() -> None:
                 self._save(output_dir or self.args.output_dir, state_dict=whole)
         save(self, output_dir, _internal_call)
 
-    AsyncGRPOTrainer.save_model = save_model
+    trainer.save_model = save_model
 
 
 def load_on_numbered_cpus() -> None:

@@ -38,6 +38,7 @@ from jobs import (
     prompt_lengths,
     resume,
     rewards,
+    rollout_patches,
     scoring,
     trl_patches,
     versions,
@@ -178,7 +179,7 @@ def attach(trainer: Any, recipe: Recipe, stop: Stop, ranks: Ranks) -> None:
         prompt_lengths.check(trainer, recipe.replica.vllm.get("max_model_len"))
     trainer.remove_callback(PrinterCallback)  # prints fifty numbers a step; the journal has them
     trainer.add_callback(_journal_callback(stop, ranks))
-    trl_patches.bound_rollouts_ahead(trainer)
+    rollout_patches.bound_rollouts_ahead(trainer)
     if ranks.first:
         trainer.rollout_queue = InterruptibleQueue(trainer.rollout_queue, stop)
         journal.phase("built")
@@ -262,7 +263,7 @@ def _import_everything(stop: Stop, ranks: Ranks) -> bool:
         trl_patches.apply(on_cpu, lambda: stop.asked)
         resume.apply(on_cpu)
         if ranks.processes > 1:
-            trl_patches.end_together(Terminated)
+            rollout_patches.end_together(Terminated)
         import peft  # noqa: F401
     finally:
         gc.enable()

@@ -4,28 +4,21 @@ Written for the versions that `jobs.versions` names, whose asynchronous GRPO liv
 `apply` does all that a recipe's run needs, in order. Nothing here imports TRL, torch or vLLM before it is called.
 """
 
-import asyncio
 import contextlib
 import functools
-import importlib
 import importlib.machinery
-import inspect
 import logging
-import multiprocessing.context
-import multiprocessing.process
 import os
-import queue
-import signal
 import sys
-import threading
 import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jobs import packages, processes, versions
+from jobs import packages, rollout_patches, versions
 from jobs.bundle import app_dir
-from jobs.errors import ConfigError, RunFailed
+from jobs.errors import ConfigError
+from jobs.trl_targets import CLIENT, TRAINER, existing, imported, replace, takes
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +28,6 @@ HEALTH_POLL_S = 0.25
 RETRY_DEADLINE_S = 300.0
 """How long a call to the proxy is tried again on broken connections: many times what a restart of the proxy takes."""
 RETRY_PAUSE_S = 0.2
-TRL_SCORE_QUEUE = 16
-"""Groups; the default of `_AsyncRolloutLoop` in TRL 1.14 to 1.16."""
-GROUPS_SCORED_AT_ONCE = 8
-"""Each is as stale as its rewards take; what an LLM judge or a sandbox behind a server serves easily at a time."""
-STOP_GRACE_S = 2.0
-"""What the rollout process gets to end by itself: enough when it is idle. Rollouts in flight then are of no use."""
-USED_TO_STOP = ("_process", "_stop_event_mp", "rollout_buffer", "metrics_queue")
-"""Attributes of TRL's rollout worker that `stop_at_once` needs at the end: looked for at the beginning."""
 
 
 def apply(on_cpu: bool, stopping: Callable[[], bool]) -> None:
@@ -55,7 +40,7 @@ def apply(on_cpu: bool, stopping: Callable[[], bool]) -> None:
     """
     trl = versions.check_trl(packages.installed("trl"))
     with without_vllm():
-        _module("trl.experimental.async_grpo")
+        imported("trl.experimental.async_grpo")
     use_local_attention(on_cpu)
     if on_cpu and trl.asks_for_peak_flops:
         no_peak_flops()
@@ -66,44 +51,10 @@ def apply(on_cpu: bool, stopping: Callable[[], bool]) -> None:
     poll_health_often()
     survive_proxy_restarts(stopping)
     refuse_merged_sync()
-    own_rollout_process(fork=on_cpu)
-    stop_at_once()
-    tell_own_errors()
+    rollout_patches.own_rollout_process(fork=on_cpu)
+    rollout_patches.stop_at_once()
+    rollout_patches.tell_own_errors()
     no_model_cards()
-
-
-def _module(name: str) -> Any:
-    """A module of TRL's, or the error of one that is not there."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise _changed(f"the module {name}: {error}") from error
-
-
-def _existing(owner: Any, name: str) -> Any:
-    """What is about to be patched or used. Raises ConfigError, naming TRL's version, where it is not there."""
-    if not hasattr(owner, name):
-        raise _changed(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
-    return getattr(owner, name)
-
-
-def _replace(owner: Any, name: str, patch: Any) -> None:
-    """Puts `patch` in the place of what is there; see `_existing`."""
-    _existing(owner, name)
-    setattr(owner, name, patch)
-
-
-def _takes(function: Any, parameter: str) -> None:
-    """Makes sure that a function about to be called with `parameter` has it."""
-    if parameter not in inspect.signature(function).parameters:
-        raise _changed(f"the parameter {parameter} of {function.__qualname__}")
-
-
-def _changed(what: str) -> ConfigError:
-    return ConfigError(
-        f"trl {packages.installed('trl')}, as it is installed here, lacks {what}, which asyncgrpo patches. Install one "
-        f"of {', '.join(versions.TRL)} as it was published."
-    )
 
 
 @contextlib.contextmanager
@@ -183,8 +134,8 @@ def sdpa_instead_of_kernel() -> None:
     It names the kernel as transformers' attention implementation, and transformers fetches it only with a version of
     `kernels` that differs from release to release. Its sdpa keeps packed sequences apart by their position ids as well.
     """
-    module = _module("trl.experimental.async_grpo.async_grpo_trainer")
-    original = _existing(module, "create_model_from_path")
+    module = imported(TRAINER)
+    original = existing(module, "create_model_from_path")
 
     @functools.wraps(original)
     def create_model_from_path(*args: Any, **kwargs: Any) -> Any:
@@ -197,22 +148,22 @@ def sdpa_instead_of_kernel() -> None:
 
 def no_peak_flops() -> None:
     """Without a GPU there is no peak to compare with; TRL 1.15 and 1.16 ask CUDA for the device's name."""
-    module = _module("trl.experimental.async_grpo.async_grpo_trainer")
-    _replace(module, "get_peak_flops_per_device", lambda *_: None)
+    module = imported(TRAINER)
+    replace(module, "get_peak_flops_per_device", lambda *_: None)
 
 
 def log_probabilities_in_torch() -> None:
     """On a CPU, takes log-probabilities from `jobs.logprobs`: TRL 1.15.0 has them from a Triton kernel alone."""
     from jobs.logprobs import LogProbabilities
 
-    _replace(_module("trl.trainer.utils"), "_ChunkedLogProbFunction", LogProbabilities)
+    replace(imported("trl.trainer.utils"), "_ChunkedLogProbFunction", LogProbabilities)
 
 
 def poll_health_often() -> None:
     """Shortens the pause between two looks at the server's /health (see HEALTH_POLL_S)."""
-    client = _existing(_module("trl.experimental.async_grpo.vllm_client"), "VLLMClient")
-    original = _existing(client, "wait_for_server_ready")
-    _takes(original, "poll_interval_s")
+    client = existing(imported(CLIENT), "VLLMClient")
+    original = existing(client, "wait_for_server_ready")
+    takes(original, "poll_interval_s")
 
     @functools.wraps(original)
     def wait_for_server_ready(self: Any, poll_interval_s: float = HEALTH_POLL_S) -> None:
@@ -226,8 +177,8 @@ def survive_proxy_restarts(stopping: Callable[[], bool]) -> None:
 
     Its calls are sent again: on our proxy a load, unload, pause or resume that is repeated has the same result.
     """
-    module = _module("trl.experimental.async_grpo.vllm_client")
-    module.requests = PatientRequests(_existing(module, "requests"), stopping)
+    module = imported(CLIENT)
+    module.requests = PatientRequests(existing(module, "requests"), stopping)
 
 
 class PatientRequests:
@@ -268,9 +219,9 @@ def refuse_merged_sync() -> None:
 
     It falls back when the server has no LoRA or several data-parallel ranks, and for adapters that vLLM cannot load.
     """
-    module = _module("trl.experimental.async_grpo.async_grpo_trainer")
-    original = _existing(module, "select_adapter_sync")
-    validate = _existing(module, "validate_lora_for_vllm_sync")
+    module = imported(TRAINER)
+    original = existing(module, "select_adapter_sync")
+    validate = existing(module, "validate_lora_for_vllm_sync")
 
     @functools.wraps(original)
     def select_adapter_sync(server_info: dict[str, Any], model: Any, args: Any) -> bool:
@@ -284,158 +235,12 @@ def refuse_merged_sync() -> None:
             raise ConfigError(f"lora: vLLM cannot serve this adapter as it is. {error}") from error
         return bool(original(server_info, model, args))
 
-    _replace(module, "WeightTransferClient", _no_nccl)
+    replace(module, "WeightTransferClient", _no_nccl)
     module.select_adapter_sync = select_adapter_sync
-
-
-def own_rollout_process(fork: bool) -> None:
-    """Makes the rollout process end with the trainer, however that ends; TRL's own outlives a killed trainer.
-
-    With `fork` it is also forked instead of spawned, which spares it the imports: 5 to 7 s of CPU (measured), and on
-    two cores the first step waits for them. Only for a CPU: a GPU's context must not be inherited. It is forked before
-    training begins, by a process without OpenMP threads, and uses no torch.
-    """
-    worker = _existing(_module("trl.experimental.async_grpo.async_rollout_worker"), "AsyncRolloutWorker")
-    original = _existing(worker, "start")
-
-    @functools.wraps(original)
-    def start(self: Any) -> None:
-        _replace(self, "_mp_ctx", types.SimpleNamespace(Process=_ForkedRollout if fork else _SpawnedRollout))
-        original(self)
-        for name in USED_TO_STOP:
-            _existing(self, name)
-
-    worker.start = start
-
-
-class _TiedProcess(multiprocessing.process.BaseProcess):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._trainer = os.getpid()
-
-    def run(self) -> None:
-        processes.die_with_parent(self._trainer)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits the trainer's handler
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the trainer ends this process
-        score_side_by_side()  # here: one that was spawned has TRL as it was published
-        super().run()
-
-
-class _ForkedRollout(_TiedProcess, multiprocessing.context.ForkProcess):
-    pass
-
-
-class _SpawnedRollout(_TiedProcess, multiprocessing.context.SpawnProcess):
-    pass
-
-
-def stop_at_once() -> None:
-    """Ends the rollout process when training ends, without TRL's wait of 15 s.
-
-    It cannot end while its queues are full, and it waits for completions in flight that nobody will train on. So the
-    queues are drained meanwhile, and after STOP_GRACE_S it is terminated; the proxy sees its connections close.
-    """
-    worker = _existing(_module("trl.experimental.async_grpo.async_rollout_worker"), "AsyncRolloutWorker")
-    original = _existing(worker, "stop")
-
-    @functools.wraps(original)
-    def stop(self: Any) -> None:
-        process = self._process
-        if process is not None and process._popen is not None:
-            # One that died is never waited for; to set the event it would be, for ever: it was waiting for it, too.
-            threading.Thread(target=self._stop_event_mp.set, daemon=True).start()
-            self._stop_event_mp = threading.Event()
-            deadline = time.monotonic() + STOP_GRACE_S
-            while process.is_alive() and time.monotonic() < deadline:
-                for each in (self.rollout_buffer, self.metrics_queue):
-                    _drain(each)
-                process.join(0.05)
-            if process.is_alive():
-                process.terminate()
-        original(self)
-
-    worker.stop = stop
-
-
-def end_together(ended: type[BaseException]) -> None:
-    """Has several processes see the end of their batches at once when the first one's wait for rollouts raises `ended`.
-
-    The others wait for a batch from it and for nothing else: it must tell them, as accelerate's loader does at its end.
-    """
-    from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
-
-    original = RolloutQueueDataset.__iter__
-
-    @functools.wraps(original)
-    def rollouts(self: Any) -> Iterator[Any]:
-        try:
-            yield from original(self)
-        except ended:
-            return
-
-    RolloutQueueDataset.__iter__ = rollouts
-
-
-def bound_rollouts_ahead(trainer: Any) -> None:
-    """Makes `queue_maxsize` bound the rollouts that wait for training (TRL 1.14 to 1.16).
-
-    TRL lets 16 more groups wait to be scored, whatever it is: they only grow stale. With a small queue, so many groups
-    wait as the queue holds.
-    """
-    worker = trainer.rollout_worker
-    if worker is not None:
-        groups = max(1, trainer.args.queue_maxsize // trainer.args.num_generations)
-        _takes(_existing(worker, "_loop_cls"), "score_queue_maxsize")
-        _existing(worker, "_loop_kwargs")["score_queue_maxsize"] = min(TRL_SCORE_QUEUE, groups)
-
-
-def score_side_by_side() -> None:
-    """Scores several groups at a time where a reward waits for others to answer; TRL (1.14 to 1.16) takes one by one.
-
-    A server that takes a second for a group would let two steps of the recipe `sanity` through in half a minute,
-    however many requests it can bear.
-    """
-    loop = _existing(_module("trl.experimental.async_grpo.async_rollout_worker"), "_AsyncRolloutLoop")
-    original = _existing(loop, "_score_loop")
-
-    @functools.wraps(original)
-    async def _score_loop(self: Any, stop_event: Any) -> None:
-        waits = any(getattr(function, "waits", False) for function in self.reward_funcs)
-        await asyncio.gather(*(original(self, stop_event) for _ in range(GROUPS_SCORED_AT_ONCE if waits else 1)))
-
-    loop._score_loop = _score_loop
-
-
-def tell_own_errors() -> None:
-    """Makes an error of ours in the rollout process the trainer's own, which TRL tells amid two tracebacks; and sees at
-    once that the process was killed, which TRL takes for 300 s of silence."""
-    worker = _existing(_module("trl.experimental.async_grpo.async_rollout_worker"), "AsyncRolloutWorker")
-    original = _existing(worker, "check_health")
-
-    @functools.wraps(original)
-    def check_health(self: Any, stale_after_s: float) -> None:
-        try:
-            original(self, stale_after_s)
-        except RuntimeError as error:
-            kind, _, words = str(error.__cause__ or "").partition("\n")[0].partition(": ")
-            for ours in (ConfigError, RunFailed):
-                if kind == ours.__name__:
-                    raise ours(words) from None
-            raise
-        if (process := _existing(self, "_process")) is not None and not process.is_alive():
-            raise RunFailed(f"the rollout process ended with status {process.exitcode}")
-
-    worker.check_health = check_health
 
 
 def no_model_cards() -> None:
     """PEFT writes a README beside each adapter: two thirds of the 16 ms (measured) that the save of a sync takes."""
     from peft import PeftModel
 
-    _replace(PeftModel, "create_or_update_model_card", lambda *_, **__: None)
-
-
-def _drain(messages: Any) -> None:
-    with contextlib.suppress(queue.Empty):
-        while True:
-            messages.get_nowait()
+    replace(PeftModel, "create_or_update_model_card", lambda *_, **__: None)

@@ -22,6 +22,7 @@ class Run:
     def __init__(self) -> None:
         self.given: dict[str, Any] = {}
         self.events: list[Any] = []
+        self.checkpoint: str | None = "the checkpoint"
 
     def install(self, settings: dict[str, Any] | None = None, **changes: Any) -> Hooks:
         values = {"name": "x", "model": {"id": "some/model"}, "script": {"name": "s.py", "text": ""}, **changes}
@@ -32,7 +33,7 @@ class Run:
         return hooks
 
     def train(self, trainer: Any, train: Callable[[str | None], Any]) -> Any:
-        return train("the checkpoint")
+        return train(self.checkpoint)
 
 
 @pytest.fixture
@@ -160,6 +161,25 @@ def test_training_resumes_and_is_noted(run: Run, caplog: pytest.LogCaptureFixtur
     assert made.train() == "trained" and hooks.trained
     assert run.events == [made, "the checkpoint"]
     assert "save_strategy = 'no': a trainer that is killed starts anew" in caplog.text
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+def test_what_to_resume_from_is_the_runs_to_say(run: Run, said: bool | None, tmp_path: Path) -> None:
+    """`True` would be an error of transformers where there is no checkpoint yet, as in every first attempt."""
+    run.checkpoint = None
+    run.install(lora={"r": 4})
+    made = trainer("some/model", args=config(save_strategy="steps"))
+    made.train(resume_from_checkpoint=said)
+    made.train(resume_from_checkpoint="the script's own")
+    assert run.events == [made, None, "the script's own"]
+
+
+def test_a_class_that_is_gone_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trl.experimental.async_grpo as module
+
+    monkeypatch.delattr(module, "AsyncGRPOConfig")
+    with pytest.raises(ConfigError, match=r"lacks trl\.experimental\.async_grpo\.AsyncGRPOConfig, which"):
+        run.install()
 
 
 def test_a_script_is_read_back_from_the_specification() -> None:

@@ -42,9 +42,7 @@ def test_what_a_script_defines_reaches_a_spawned_rollout_process(
 ) -> None:
     """With a GPU TRL's rollout process is spawned, so it imports the script; on a CPU it is forked."""
     text = Path(SEVENS).with_suffix(".py").read_text()
-    spawned = (
-        "from jobs import trl_patches\n\ntrl_patches._ForkedRollout = trl_patches._SpawnedRollout\nprint(__name__)\n"
-    )
+    spawned = "from jobs import rollout_patches as p\n\np._ForkedRollout = p._SpawnedRollout\nprint(__name__)\n"
     (tmp_path / "spawned.py").write_text(spawned + text)
     both = train(f"trainer.script={tmp_path}/spawned.py", steps(2), recipe=SEVENS)
     assert both.process.wait(WAIT_S) == 0, both.log.read_text()[-4000:]
