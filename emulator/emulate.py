@@ -79,6 +79,7 @@ def emulate(options: Options) -> int:
     own = gpus.machine_of_a_replica(probe.machine(len(set(devices))), devices, chosen)
     chosen = machine.resolve(chosen, own, model_fetch.weights_bytes(chosen.model.id))
     faults = parse(options.faults or "")
+    faults.check(chosen.replica.count)
     wanted = options.run_name or f"{chosen.name}-{time.strftime('%m%d-%H%M%S')}".lower()
     if (run := run_name(wanted)) != wanted:
         click.echo(f"--run {wanted!r} is no run's name: it is called {run}", err=True)

@@ -95,6 +95,14 @@ class Faults:
             event.target in ("bucket", "publish") for event in self.events
         )
 
+    def check(self, replicas: int) -> None:
+        """Raises ConfigError for a fault of a replica that a run of so many does not have."""
+        for event in self.events:
+            if event.target == "replica" and event.index >= replicas:
+                raise ConfigError(
+                    f"--faults '{event.action} replica[{event.index}]': the run has {replicas}, and counts them from 0."
+                )
+
 
 def parse(spec: str) -> Faults:
     """Reads faults separated by ';' or ','.

@@ -1,5 +1,6 @@
 """Makes the faults of a run happen: sends signals to its Jobs and makes its bucket misbehave, when they are due."""
 
+import contextlib
 import logging
 import os
 import re
@@ -39,6 +40,8 @@ class Injector:
         """Does what is due."""
         step = int(glance.progress.get("step") or 0)
         for fault in [fault for fault in self._waiting if fault.due(step, glance.elapsed_s)]:
+            if fault.action == "tear" and self._tearing:
+                continue  # one after the other
             self._waiting.remove(fault)
             log.warning("fault: %s %s at step %d", fault.action, fault.target, step)
             self._do(fault, crew)
@@ -79,9 +82,10 @@ class Injector:
     def _signal_proxy(self, trainer: str, number: int) -> None:
         assert self._emulator is not None
         for pid in self._emulator.pids(trainer):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"proxy" in words and b"role" in words:
-                os.kill(pid, number)
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if b"proxy" in words and b"role" in words:
+                    os.kill(pid, number)
 
 
 def _fail_after_create(method: str, path: str) -> int | None:

@@ -67,3 +67,10 @@ def test_when_a_fault_is_due() -> None:
     at_step, after = parse("kill trainer at step 3; kill trainer after 5s").events
     assert [at_step.due(step, 100) for step in (0, 2, 3, 9)] == [False, False, True, True]
     assert [after.due(9, elapsed) for elapsed in (0.0, 4.9, 5.0)] == [False, False, True]
+
+
+def test_a_replica_that_the_run_does_not_have_cannot_fail() -> None:
+    faults = parse("kill replica[1] at step 2; hang replica[2] 3s after 1s; kill proxy at step 9")
+    faults.check(3)
+    with pytest.raises(ConfigError, match=r"'hang replica\[2\]': the run has 2, and counts them from 0"):
+        faults.check(2)
