@@ -56,9 +56,15 @@ class FuseServer:
             raise NoFuse(lacks)
         for directory in (self.source, self.target):
             directory.mkdir(parents=True, exist_ok=True)
+        settings = {
+            "source": str(self.source),
+            "target": str(self.target),
+            "missing_s": self.lag.missing_s,
+            "listing_s": self.lag.listing_s,
+        }
         self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 (`stop` closes it)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "emulator.fuse_server"],
+            [sys.executable, "-m", "emulator.fuse_server", json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,
@@ -66,15 +72,6 @@ class FuseServer:
             start_new_session=True,
             env={**os.environ, **self.mark, "PYTHONPATH": str(bundle.app_dir())},
         )
-        asked = {
-            "source": str(self.source),
-            "target": str(self.target),
-            "missing_s": self.lag.missing_s,
-            "listing_s": self.lag.listing_s,
-        }
-        assert self.process.stdin
-        self.process.stdin.write(f"{json.dumps(asked)}\n")
-        self.process.stdin.flush()
 
     def wait(self) -> None:
         """Until it is mounted. Raises NoFuse if it cannot be."""

@@ -1,9 +1,9 @@
-"""The volumes of an emulator's Jobs through FUSE, in a process of its own: `python -m emulator.fuse_server`.
+"""The volumes of an emulator's Jobs through FUSE, in a process of its own: `python -m emulator.fuse_server SETTINGS`.
 
 It shows a directory of mirrors (see `live_mount`) at another place, with what a directory alone cannot do: a name that
 was looked up and missing stays missing for a while, listings are older than what can be opened, a file is not uploaded
-before it is closed, and what is read-only refuses writes. It reads one line of JSON (see `main`), prints a line once it
-is mounted, and ends when its standard input does, which is when the emulator dies.
+before it is closed, and what is read-only refuses writes. It prints a line once it is mounted, and ends when its
+standard input does, which is when the emulator dies.
 
 Paths are `/ro/<Job>/<volume>/...` or `/rw/<Job>/<volume>/...`.
 """
@@ -200,9 +200,9 @@ class Filesystem:
 def main() -> None:
     """Serve until standard input ends. If that cannot be, the last line on standard error says why.
 
-    The line has "source", "target", "missing_s" and "listing_s".
+    The settings are JSON with "source", "target", "missing_s" and "listing_s".
     """
-    settings = json.loads(sys.stdin.readline())
+    settings = json.loads(sys.argv[1])
     bundle.activate()
     try:
         import mfusepy

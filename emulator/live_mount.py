@@ -105,10 +105,12 @@ class LiveMount:
         writable: bool,
         lag: Lag,
         seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.directory = directory
         self.writable = writable
         self._bucket = Bucket(settings)
+        self._clock = clock
         draw = random.Random(seed)
         self._arrivals = Arrivals(lambda is_new: lag.draw(draw, is_new))
         self._known: Snapshot = {}
@@ -128,7 +130,7 @@ class LiveMount:
     def step(self) -> None:
         """Upload what the Job wrote and finished, then show what has become due."""
         self._upload(finished_only=True)
-        for path, etag in self._arrivals.now(self._list(), time.monotonic()).items():
+        for path, etag in self._arrivals.now(self._list(), self._clock()).items():
             if etag is not None:
                 try:
                     self._show(path)

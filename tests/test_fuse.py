@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -248,7 +249,7 @@ def test_a_renamed_directory_comes_in_pieces(serving, settings):
         (here / "new" / name).write_bytes(name.encode() * 100)
     one.flush()
     mirror, there = serving("two", missing_s=0, listing_s=0)
-    two = LiveMount(settings, mirror, writable=False, lag=Lag(0.05, 0), seed=3)
+    two = LiveMount(settings, mirror, writable=False, lag=Lag(5, 0), seed=3, clock=count().__next__)
     two.fill()
     (here / "new").rename(here / "v1")
     assert names(here) == ["v1"] and names(here / "v1") == sorted(parts)
@@ -294,6 +295,15 @@ def test_a_mount_in_use_is_taken_away_all_the_same(tmp_path, monkeypatch):
     assert mounted_at(server.target) == []
     with pytest.raises(OSError):
         os.close(file)
+
+
+@needs_fuse
+def test_a_server_that_ends_before_it_listens_is_no_mount(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuse.sys, "executable", "/bin/false")
+    server = FuseServer(tmp_path / "mirrors", tmp_path / "shown", Lag())
+    server.start()
+    with pytest.raises(fuse.NoFuse, match="the process ended with status 1"):
+        server.wait()
 
 
 READ = ["/bin/sh", "-c", "cat /data/x; stat -f -c %T /data; echo answer > /data/y"]
