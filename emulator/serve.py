@@ -227,10 +227,12 @@ class Emulator:
     def signal(self, job_id: str, signum: int) -> None:
         """Send a signal to a Job as a fault: SIGKILL is a machine that dies, SIGSTOP one that hangs, SIGTERM preempts.
 
-        SIGTERM reaches the first process alone, as in a container; the others reach all.
+        SIGTERM reaches the first process alone, as in a container; the others reach all. None reaches a Job of an
+        emulator that has stopped.
         """
         job = self.runner.table.get(self.owner.name, job_id)
-        self._loop.call_soon_threadsafe(self.runner.send, job, signum)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.runner.send, job, signum)
 
     def _start_reaper(self, lock: int) -> subprocess.Popen[str]:
         return subprocess.Popen(
