@@ -154,14 +154,15 @@ class AdapterStore:
                 self._using[wire] = self._open(wire, fcntl.LOCK_SH)
 
     def release(self, wire: str, now: float) -> None:
-        """This engine has unloaded the adapter; `now` is in s. Deletes the weights of what no engine of this replica
-        has used for UNUSED_S."""
+        """This engine unloads the adapter; `now` is in s. Deletes the weights of what no engine of this replica has
+        used for UNUSED_S: so long each keeps its lock. To be called before others learn of it, who may load it again.
+        """
         with self._lock:
-            if (file := self._using.pop(wire, None)) is not None:
-                os.close(file)
-                self._unused_since[wire] = now
+            if wire in self._using:
+                self._unused_since.setdefault(wire, now)
             for each in [each for each, since in self._unused_since.items() if now - since >= UNUSED_S]:
                 del self._unused_since[each]
+                os.close(self._using.pop(each))
                 self._delete(each)
 
     def _delete(self, wire: str) -> None:

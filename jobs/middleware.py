@@ -153,13 +153,13 @@ class ReplicaMiddleware:
         if body is None:
             await _answer(send, 413, _error("The body of an unload is too long.", "AdapterRejected", 413))
             return
-        await self.app(scope, _replay(body, receive), send)
         try:
             name = json.loads(body)["lora_name"]
         except (ValueError, TypeError, KeyError):
-            return
+            name = None
         if isinstance(name, str) and parse_wire(name) is not None:
             await asyncio.to_thread(self.store.release, name, time.monotonic())
+        await self.app(scope, _replay(body, receive), send)
 
     async def _describe(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What this engine is and holds. The adapters are those that the engine itself lists."""

@@ -155,6 +155,20 @@ def test_weights_go_when_the_last_engine_has_unloaded_them(bucket: Bucket, tmp_p
     assert stored.whole
 
 
+def test_each_engine_has_its_time_to_let_go_of_weights(bucket: Bucket, tmp_path: Path) -> None:
+    publish(bucket, write_adapter(tmp_path / "adapter"), WIRE)
+    first, second = (store(tmp_path / "store", bucket) for _ in range(2))
+    for each in (first, second):
+        each.use(WIRE)
+        stored = each.fetch(WIRE, WHERE)
+    first.release(WIRE, 0.0)
+    second.release(WIRE, UNUSED_S - 1)
+    first.release("run.1.v9", UNUSED_S)
+    assert stored.whole, "the second engine has unloaded them just now"
+    second.release("run.1.v9", 2 * UNUSED_S - 1)
+    assert not stored.whole
+
+
 def test_a_name_keeps_its_digest_when_its_weights_have_gone(bucket: Bucket, tmp_path: Path) -> None:
     publish(bucket, write_adapter(tmp_path / "adapter"), WIRE)
     adapters = store(tmp_path / "store", bucket)

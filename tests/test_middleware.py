@@ -99,17 +99,39 @@ def test_an_adapter_is_loaded_by_its_manifest(sim: Engine, bucket: Bucket, tmp_p
     assert load(sim, where)[0] == 200
 
 
-def test_weights_are_in_use_until_they_are_unloaded(sim: Engine, bucket: Bucket, tmp_path: Path) -> None:
+def test_weights_of_what_is_loaded_are_in_use(sim: Engine, bucket: Bucket, tmp_path: Path) -> None:
     where = publish(bucket, write_adapter(tmp_path / "adapter"), WIRE)
     assert load(sim, where)[0] == 200
-    with next((tmp_path / "store").glob(f"**/.{WIRE}.used")).open() as lock:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for _ in range(2):
-            sim.post("/v1/unload_lora_adapter", {"lora_name": WIRE})
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with next((tmp_path / "store").glob(f"**/.{WIRE}.used")).open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     for body in ({"lora_name": 5}, {"lora_name": "../x"}, {}, []):
         assert sim.post("/v1/unload_lora_adapter", body).status_code in (400, 404), body
+
+
+def test_weights_are_released_before_anybody_can_load_them_again(moto_bucket: MotoBucket, tmp_path: Path) -> None:
+    """After the answer to an unload the next load may come at once: its weights must not count as unused."""
+    order: list[str] = []
+
+    class Store:
+        def release(self, wire: str, now: float) -> None:
+            order.append(f"released {wire}")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        order.append(f"vLLM sees {(await receive())['body'].decode()}")
+
+    body = json.dumps({"lora_name": WIRE})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body.encode(), "more_body": False}
+
+    async def send(message: Any) -> None: ...
+
+    headers = [(KEY_HEADER.encode(), KEY.encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/unload_lora_adapter", "headers": headers, "root_path": ""}
+    middleware = ReplicaMiddleware(app, engine_environ(tmp_path, moto_bucket.environ))
+    middleware.store = Store()  # type: ignore[assignment]
+    asyncio.run(middleware(scope, receive, send))  # type: ignore[arg-type]
+    assert order == [f"released {WIRE}", f"vLLM sees {body}"]
 
 
 def test_only_manifests_are_loaded(sim: Engine, bucket: Bucket, tmp_path: Path) -> None:
