@@ -57,8 +57,8 @@ def installing(packages: list[str], command: list[str]) -> list[str]:
         "-c",
         f"for pause in {pauses} 0; do {shlex.join([*PIP, *packages])} && exec {shlex.join(command)}; "
         "if [ $pause != 0 ]; then echo asyncgrpo: pip failed, trying again in $pause s >&2; sleep $pause; fi; done; "
-        "echo asyncgrpo: jobs.trainer_packages could not be installed, as pip says above: mend the list, or bake an "
-        "image that has them, see jobs/Dockerfile >&2; exit 1",
+        "echo 'asyncgrpo: jobs.trainer_packages, with what the script asks for, could not be installed, as pip says "
+        "above: mend the list, or bake an image that has them, see jobs/Dockerfile' >&2; exit 1",
     ]
 
 
