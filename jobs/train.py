@@ -19,7 +19,6 @@ import gc
 import logging
 import multiprocessing.util
 import os
-import signal
 import sys
 import traceback
 import types
@@ -49,16 +48,14 @@ from jobs.hooks import Hooks, Train
 from jobs.ranks import Ranks
 from jobs.recipe import Recipe
 from jobs.spec import RunSpec
+from jobs.stop import TERMINATED, InterruptibleQueue, Stop, Terminated
 
 if TYPE_CHECKING:
     import datasets
 
-TERMINATED = 128 + signal.SIGTERM
 CPU_NICENESS = 5
 """Without GPUs replicas may share this machine's cores, and everybody waits for a replica that starts: with 0 one that
 was replaced in the middle of a run needed over 27 s beside the trainer (measured on two cores)."""
-QUEUE_POLL_S = 0.5
-"""How soon a trainer that waits for rollouts notices that it shall end."""
 SERVER_TIMEOUT_S = 3600.0
 """How long to wait for the first replica. The supervisor and the Job's own limit end a run that waits in vain."""
 OWN_FIELDS = ("output_dir", "vllm_server_base_url", "use_cpu", "dtype")
@@ -68,47 +65,6 @@ TOLD = ("reward", "ratio", "sample/staleness_mean", "perf/step_s", "perf/weight_
 """Metrics that the Job's log has of each step; the journal has all."""
 
 log = logging.getLogger("jobs.train")
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived: save and leave. Not an Exception, so that nobody retries it."""
-
-
-class Stop:
-    """Whether SIGTERM has arrived. Before training there is nothing to save, and the process ends at once."""
-
-    def __init__(self) -> None:
-        self.training = False
-        self.asked = False
-        signal.signal(signal.SIGTERM, self._handle)
-
-    def _handle(self, *_: Any) -> None:
-        self.asked = True
-        if not self.training:
-            raise SystemExit(TERMINATED)
-
-
-class InterruptibleQueue:
-    """The rollout queue as the trainer reads it: waiting ends with `Terminated` when the process is asked to end."""
-
-    def __init__(self, rollouts: Any, stop: Stop) -> None:
-        self._rollouts, self._stop = rollouts, stop
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rollouts, name)
-
-    def get(self, timeout: float) -> Any:
-        """The next rollout; raises queue.Empty after `timeout` seconds."""
-        import queue
-
-        for wait_s in [QUEUE_POLL_S] * int(timeout / QUEUE_POLL_S):
-            if self._stop.asked:
-                raise Terminated
-            try:
-                return self._rollouts.get(timeout=wait_s)
-            except queue.Empty:
-                continue
-        raise queue.Empty
 
 
 def main(environ: Mapping[str, str] = os.environ) -> int:

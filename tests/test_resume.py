@@ -20,7 +20,7 @@ from jobs.bucket import Bucket
 from jobs.bundle import app_dir
 from jobs.recipe import Parallel, load
 from jobs.spec import ModelRef, RunSpec
-from jobs.train import TERMINATED
+from jobs.stop import TERMINATED
 from tests.conftest import MotoBucket
 from tests.engines import running, sim_command
 

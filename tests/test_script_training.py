@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors.numpy import load_file
 
-from jobs.train import TERMINATED
+from jobs.stop import TERMINATED
 from tests.test_train import WAIT_S, Training, cache, engine, train  # noqa: F401 (fixtures)
 
 SEVENS = str(Path(__file__).with_name("scripts") / "sevens.toml")

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from jobs.errors import ConfigError
 from jobs.ranks import Ranks
 from jobs.recipe import load
 from jobs.spec import ModelRef, RunSpec
-from jobs.train import TERMINATED, InterruptibleQueue, Stop, Terminated
+from jobs.stop import TERMINATED
 from tests.engines import Engine, running, sim_command
 
 WAIT_S = 90.0
@@ -230,31 +231,7 @@ def test_a_setting_that_cannot_work_is_named(
         "ASYNCGRPO_OUTPUT_DIR": str(tmp_path),
         "ASYNCGRPO_SERVER_URL": "http://127.0.0.1:9",
     }
+    stop: Any = SimpleNamespace(training=False, asked=False)
     with pytest.raises(ConfigError) as caught:
-        module.build(load("digit", overrides=[override]), environ, unarmed(), True, Ranks(0, 1))
+        module.build(load("digit", overrides=[override]), environ, stop, True, Ranks(0, 1))
     assert words in str(caught.value)
-
-
-def unarmed() -> Stop:
-    """A Stop that leaves the signals of the tests' own process alone."""
-    stop = Stop.__new__(Stop)
-    stop.training = stop.asked = False
-    return stop
-
-
-def test_waiting_for_rollouts_ends_when_asked() -> None:
-    import queue
-    import threading
-
-    stop, rollouts = unarmed(), queue.Queue[int]()
-    reader = InterruptibleQueue(rollouts, stop)
-    rollouts.put(5)
-    assert reader.get(timeout=5.0) == 5
-    assert reader.qsize() == 0
-    with pytest.raises(queue.Empty):
-        reader.get(timeout=0.5)
-    threading.Timer(0.1, lambda: setattr(stop, "asked", True)).start()
-    begun = time.monotonic()
-    with pytest.raises(Terminated):
-        reader.get(timeout=60.0)
-    assert time.monotonic() - begun < 5
