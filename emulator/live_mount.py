@@ -170,9 +170,11 @@ class LiveMount:
             if self._known.get(path) != stat and (not finished_only or self._last.get(path) == stat):
                 copy = self.directory.with_name(f"{self.directory.name}.copy")
                 try:
-                    if finished_only and (self.directory / path).stat().st_mode & BEING_WRITTEN:
+                    if finished_only and not self._finished(path, stat):
                         continue
                     shutil.copyfile(self.directory / path, copy)
+                    if finished_only and not self._finished(path, stat):  # the copy may be of half of it
+                        continue
                 except FileNotFoundError:  # removed or renamed since
                     continue
                 # By its etag, what comes back is known to be our own.
@@ -184,3 +186,7 @@ class LiveMount:
             self._known.pop(path)
             self._arrivals.shown.pop(path, None)
         self._last = present
+
+    def _finished(self, path: str, stat: Stat) -> bool:
+        found = (self.directory / path).stat()
+        return (found.st_size, found.st_mtime_ns) == stat and not found.st_mode & BEING_WRITTEN

@@ -124,6 +124,26 @@ def test_what_vanishes_before_it_is_read_is_not_uploaded(settings, tmp_path, mon
     assert Bucket(settings).list("") == []
 
 
+def test_what_changes_while_it_is_copied_is_uploaded_when_it_is_finished(settings, tmp_path, monkeypatch):
+    mount = LiveMount(settings, tmp_path / "m", writable=True, lag=Lag(0, 0))
+    mount.fill()
+    (mount.directory / "x").write_bytes(b"half")
+    mount.step()
+    copy = live_mount.shutil.copyfile
+
+    def meanwhile(source, target):
+        copy(source, target)
+        source.write_bytes(b"half and half")
+
+    with monkeypatch.context() as writing:
+        writing.setattr(live_mount.shutil, "copyfile", meanwhile)
+        mount.step()
+    assert Bucket(settings).list("") == []
+    mount.step()
+    mount.step()
+    assert Bucket(settings).get("x") == b"half and half"
+
+
 def test_a_file_that_could_not_be_read_comes_later(settings, tmp_path, monkeypatch):
     mount = LiveMount(settings, tmp_path / "m", writable=False, lag=Lag(0, 0))
     mount.fill()
