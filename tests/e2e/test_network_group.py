@@ -18,6 +18,8 @@ from tests.test_crew import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("groups")]
 GROUP = ["--set", "jobs.network=group"]
+WAIT_S = 120.0
+"""For what takes some 5 s on an idle machine: a replica's start."""
 
 
 def test_a_killed_replica_is_replaced_under_another_alias(tmp_path: Path) -> None:
@@ -63,7 +65,7 @@ def test_a_member_without_the_runs_key_gets_nothing(tmp_path: Path) -> None:
             stranger = api.run_job(
                 image="python", command=["python", "-c", STRANGER], secrets={"KEY": key}, network_group=group, **where
             )
-            until(lambda: api.inspect_job(job_id=stranger.id, **where).status.stage == "COMPLETED", 40)
+            until(lambda: api.inspect_job(job_id=stranger.id, **where).status.stage == "COMPLETED", WAIT_S)
             assert list(api.fetch_job_logs(job_id=stranger.id, **where, follow=True)) == ["401", "401", "200"]
             member = launch.crew.jobs()[launch.crew.job_id("replica", 0)]
             assert member.status.expose_urls is None and key not in json.dumps(member.__dict__, default=str)
