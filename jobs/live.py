@@ -141,13 +141,13 @@ class PlainView:
     def show(self, glance: Glance) -> None:
         """Shows a look at the run."""
         now = shown(glance)
-        if now.stage != self._stage and now.stage != "training":
-            print(f"[{now.elapsed_s:5.1f} s] {now.stage}", file=self._stream, flush=True)
-        self._stage = now.stage
         due = time.monotonic() - self._printed_at >= PLAIN_EVERY_S or now.step == now.max_steps or self._step == 0
         if now.step > self._step and due:
             self._step, self._printed_at = now.step, time.monotonic()
             print(f"[{now.elapsed_s:5.1f} s] {line(now)}", file=self._stream, flush=True)
+        if now.stage != self._stage and now.stage != "training":
+            print(f"[{now.elapsed_s:5.1f} s] {now.stage}", file=self._stream, flush=True)
+        self._stage = now.stage
 
 
 class TableView:

@@ -56,7 +56,6 @@ def test_plain_lines_come_for_stages_the_first_and_the_last_step() -> None:
             (0, "starting"),
             (1, "training"),
             (2, "training"),
-            (11, "training"),
             (11, "done"),
         ):
             plain.show(glance(step, 5.0, state=state))
