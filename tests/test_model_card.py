@@ -16,7 +16,7 @@ PEFTS = {
     "lora_alpha": 2,
     "lora_dropout": 0.0,
     "target_modules": ["model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.v_proj", "q_proj"],
-    "base_model_name_or_path": "/root/.cache/of/this/machine",
+    "base_model_name_or_path": "/home/somebody/.cache/of/this/machine",
 }
 SUMMARY = {"steps": 500, "reward_first": 0.14512, "reward_last": 0.438}
 
