@@ -131,11 +131,12 @@ class Launch:
 
         `model_dir` holds a model that no Hub has; it travels through the bucket.
 
-        With `resume` the run is one that ended before it was done, and goes on in a new attempt.
+        With `resume` the run is one that ended before it was done, and goes on in a new attempt; seed, engine and
+        transport are those that it began with.
 
         Raises:
-            ConfigError: the run's name is taken in this bucket; or, to resume, there is no such run, it was meant for
-                another model or adapter, or it changed meanwhile.
+            ConfigError: the run's name is taken in this bucket; or, to resume, there is no such run, it is done, it
+                was meant for another model or adapter, or it changed meanwhile.
         """
         if self.resume:
             return self._reclaim(model_dir)
@@ -156,7 +157,7 @@ class Launch:
             raise ConfigError(
                 f"--resume: there is no run {self.run!r} in the bucket {self.site.bucket.url}; see --run and --bucket."
             ) from error
-        was, (archive, spec) = RunSpec.from_json(content), self._spec(model_dir)
+        was, progress = RunSpec.from_json(content), self._progress()
         for field, before, now in (
             ("model.id", was.recipe.model.id, self.recipe.model.id),
             ("[lora]", was.recipe.lora, self.recipe.lora),
@@ -166,11 +167,20 @@ class Launch:
                     f"--resume: {field} of run {self.run} is {before} and would become {now}, which its checkpoints "
                     "do not fit. Leave it as it was, or start a new run."
                 )
+        if progress.get("state") == "done" and progress.get("max_steps") == self.recipe.settings.get("max_steps"):
+            raise ConfigError(
+                f"--resume: run {self.run} is done, after {progress['step']} steps. For more of them raise "
+                "trainer.max_steps."
+            )
+        # The order of the prompts follows from the seed, and what was trained on is counted in it.
+        self.seed, self.engine, self.engine_module = was.seed, was.engine, was.engine_module
+        self.transport = was.transport
+        archive, spec = self._spec(model_dir)
         if not self.bucket.put_if(spec_key(self.run), spec.to_json(), etag):
             raise ConfigError(f"--resume: somebody else resumes run {self.run} right now.")
         records = self.bucket.list(replicas_prefix(self.run))
         self.bucket.delete([*records, leader.leader_key(self.run), leader.wanted_key(self.run)])
-        if progress := self._progress():
+        if progress:
             told = {**progress, "state": "starting", "reason": None}
             self.bucket.put(progress_key(self.run), json.dumps(told).encode())
         lease.renew(self.bucket, self.run)

@@ -20,6 +20,7 @@ from jobs.errors import ConfigError
 from jobs.launch import Launch
 from jobs.operate import Operation
 from jobs.site import Site
+from jobs.spec import RunSpec
 from tests.conftest import started
 from tests.e2e.test_emulate import PROGRAM
 
@@ -130,14 +131,14 @@ def test_a_run_that_was_stopped_is_resumed(tmp_path: Path) -> None:
         site = Site.from_env(emulator.environment())
         bucket = Bucket(site.bucket)
 
-        def launch(steps: int, *, resume: bool = False, rank: int = 8) -> Launch:
+        def launch(steps: int, *, seed: int = 0, resume: bool = False, rank: int = 8) -> Launch:
             more = [f"trainer.max_steps={steps}", "trainer.save_steps=2", f"lora.r={rank}"]
             chosen = recipe.load("digit", None, more)
-            return Launch(site, chosen, "again", "sim", "emulator.sim_engine", 0, resume=resume)
+            return Launch(site, chosen, "again", "sim", "emulator.sim_engine", seed, resume=resume)
 
         with pytest.raises(ConfigError, match="there is no run 'again'"):
             launch(40, resume=True).start(tiny.build("digit"))
-        with launch(100_000) as run:
+        with launch(100_000, seed=3) as run:
             run.start(tiny.build("digit"))
             run.detach()
         operation = Operation(site, bucket, "again")
@@ -155,3 +156,6 @@ def test_a_run_that_was_stopped_is_resumed(tmp_path: Path) -> None:
         log = "\n".join(operation.logs("trainer", 0, follow=False))
         assert f"attempt 2 goes on from checkpoint-{saved}" in log, "the newest trainer is the resumed one's"
         assert {job["stage"] for job in operation.status()["jobs"]} <= {"CANCELED", "COMPLETED"}
+        assert RunSpec.read(bucket, "again").seed == 3, "the order of the prompts stays"
+        with pytest.raises(ConfigError, match=f"is done, after {saved + 10} steps"):
+            launch(saved + 10, resume=True).start(tiny.build("digit"))
