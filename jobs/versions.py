@@ -3,6 +3,9 @@
 import re
 from dataclasses import dataclass
 
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
 from jobs.errors import ConfigError
 
 
@@ -31,7 +34,6 @@ VLLM_FIRST, VLLM_LAST = (0, 22), (0, 31)
 VLLM_RANGE = f"{VLLM_FIRST[0]}.{VLLM_FIRST[1]} to {VLLM_LAST[0]}.{VLLM_LAST[1]}"
 
 _VLLM_IMAGE = re.compile(r"(?:docker\.io/)?vllm/vllm-openai(?:-[\w-]+)?:v(?P<version>\d+\.\d+[\w.]*)")
-_PIN = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[[^]]*\])?\s*==\s*(?P<version>[\w.+!]+)\s*")
 
 
 def check_trl(version: str | None, where: str = "the trainer's environment") -> Trl:
@@ -68,9 +70,8 @@ def check_image(field: str, image: str) -> None:
 
 def check_packages(field: str, packages: list[str]) -> None:
     """Raises ConfigError for a list of packages, as for pip, that pins TRL to a version that is not supported."""
-    for package in packages:
-        if (found := _PIN.fullmatch(package)) and found["name"] == "trl":
-            check_trl(found["version"], f"{field}: {package!r}")
+    if version := _pins(packages).get("trl"):
+        check_trl(version, f"{field}: 'trl=={version}'")
 
 
 def check_together(field: str, packages: list[str], other_field: str, others: list[str]) -> None:
@@ -85,6 +86,14 @@ def check_together(field: str, packages: list[str], other_field: str, others: li
 
 
 def _pins(packages: list[str]) -> dict[str, str]:
-    """The version of each package that is pinned to one, by its normalized name."""
-    found = filter(None, map(_PIN.fullmatch, packages))
-    return {re.sub("[-_.]+", "-", pin["name"]).lower(): pin["version"] for pin in found}
+    """The version of each package that is pinned to one, by its normalized name; what is no requirement pip judges."""
+    found: dict[str, str] = {}
+    for package in packages:
+        try:
+            wanted = Requirement(package)
+        except InvalidRequirement:
+            continue
+        for each in wanted.specifier:
+            if each.operator == "==" and not each.version.endswith(".*"):
+                found[canonicalize_name(wanted.name)] = each.version
+    return found
