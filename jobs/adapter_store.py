@@ -151,7 +151,7 @@ class AdapterStore:
         with self._lock:
             self._unused_since.pop(wire, None)
             if wire not in self._using:
-                self._using[wire] = self._open(wire, fcntl.LOCK_SH)
+                self._using[wire] = self._open(f".{wire}.used", fcntl.LOCK_SH)
 
     def release(self, wire: str, now: float) -> None:
         """This engine unloads the adapter; `now` is in s. Deletes the weights of what no engine of this replica has
@@ -167,7 +167,7 @@ class AdapterStore:
 
     def _delete(self, wire: str) -> None:
         try:
-            file = self._open(wire, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = self._open(f".{wire}.used", fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # another engine has it, and will delete it
             return
         try:
@@ -179,9 +179,11 @@ class AdapterStore:
         finally:
             os.close(file)
 
-    def _open(self, wire: str, lock: int) -> int:
-        """A lock among engines: shared by those that use the adapter. It ends with its process, however that does."""
-        file = os.open(self.root / f".{wire}.used", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    def _open(self, name: str, lock: int) -> int:
+        """Takes a lock among threads and processes, for flock(2) belongs to the opened file: it is held until the
+        descriptor is closed or the process ends, however it does. `.used` is shared by the engines that use an adapter.
+        """
+        file = os.open(self.root / name, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, lock)
         except BaseException:
@@ -245,10 +247,9 @@ class AdapterStore:
 
     @contextmanager
     def _locked(self, wire: str) -> Iterator[None]:
-        """One fetch of a name at a time, over all threads and processes: flock(2) belongs to the opened file."""
-        file = os.open(self.root / f".{wire}.lock", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        """One fetch of a name at a time."""
+        file = self._open(f".{wire}.lock", fcntl.LOCK_EX)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
             yield
         finally:
             os.close(file)

@@ -12,14 +12,13 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from jobs.manifest import CONFIG_FILE, RANKS
-from jobs.packages import installed
+from jobs.packages import NAMES, installed
 from jobs.preflight import SET_BY_US
 from jobs.recipe import Recipe
 from jobs.reward_server import is_url
 from jobs.spec import RunSpec
 
 CARD_FILE = "README.md"
-PACKAGES = ("trl", "peft", "transformers", "torch", "vllm")
 TAGS = ["asyncgrpo", "grpo", "lora", "trl"]
 
 
@@ -33,7 +32,7 @@ def write(directory: Path, spec: RunSpec, summary: Mapping[str, Any]) -> None:
     adapter: dict[str, Any] = json.loads(file.read_text())
     if not spec.recipe.model.id.startswith("tiny:"):
         file.write_text(json.dumps({**adapter, "base_model_name_or_path": spec.recipe.model.id}, indent=2) + "\n")
-    versions = {name: version for name in PACKAGES if (version := installed(name))}
+    versions = {name: version for name in NAMES if (version := installed(name))}
     card(spec, adapter, summary, {**versions, "python": platform.python_version()}).save(directory / CARD_FILE)
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-NAMES = ("torch", "vllm", "trl", "peft", "transformers")
+NAMES = ("trl", "peft", "transformers", "torch", "vllm")
 ANSWER_S = 60.0
 """An interpreter starts in 20 ms; the first look into an environment of 4 GB may wait for a disk."""
 
