@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.adapter_store import UNUSED_S, AdapterNotVisible, AdapterRejected, AdapterStore, Mount
+from jobs.adapter_store import UNUSED_S, AdapterNotVisible, AdapterRejected, AdapterStore, Mount, Stored
 from jobs.bucket import Bucket
 from jobs.manifest import CONFIG_FILE, FILES, WEIGHTS_FILE, Manifest, manifest_key
 from tests.adapters import write_adapter
@@ -133,12 +133,18 @@ def test_what_is_here_survives_the_bucket(bucket: Bucket, tmp_path: Path) -> Non
     assert adapters.fetch(WIRE, WHERE) == first
 
 
-def test_weights_go_when_the_last_engine_has_unloaded_them(bucket: Bucket, tmp_path: Path) -> None:
+def used_by_two(bucket: Bucket, tmp_path: Path) -> tuple[AdapterStore, AdapterStore, Stored]:
+    """Two engines' stores on one directory, and the adapter that both of them use."""
     publish(bucket, write_adapter(tmp_path / "adapter"), WIRE)
     first, second = (store(tmp_path / "store", bucket) for _ in range(2))
     for each in (first, second):
         each.use(WIRE)
         stored = each.fetch(WIRE, WHERE)
+    return first, second, stored
+
+
+def test_weights_go_when_the_last_engine_has_unloaded_them(bucket: Bucket, tmp_path: Path) -> None:
+    first, second, stored = used_by_two(bucket, tmp_path)
     first.release(WIRE, 0.0)
     first.release("run.1.v9", UNUSED_S)
     assert stored.whole, "the second engine uses them"
@@ -156,11 +162,7 @@ def test_weights_go_when_the_last_engine_has_unloaded_them(bucket: Bucket, tmp_p
 
 
 def test_each_engine_has_its_time_to_let_go_of_weights(bucket: Bucket, tmp_path: Path) -> None:
-    publish(bucket, write_adapter(tmp_path / "adapter"), WIRE)
-    first, second = (store(tmp_path / "store", bucket) for _ in range(2))
-    for each in (first, second):
-        each.use(WIRE)
-        stored = each.fetch(WIRE, WHERE)
+    first, second, stored = used_by_two(bucket, tmp_path)
     first.release(WIRE, 0.0)
     second.release(WIRE, UNUSED_S - 1)
     first.release("run.1.v9", UNUSED_S)

@@ -266,14 +266,20 @@ def test_vllm_serves_what_peft_computes(engines: tuple[Engine, Engine], adapters
     assert near < 1e-4 < 0.05 < far
 
 
+def load_copy(engine: Engine, adapter: Path, folder: Path, name: str) -> Path:
+    """Loads a copy of the adapter of its own into the engine; returns where it lies."""
+    copy = folder / str(engine.process.pid) / name
+    shutil.copytree(adapter, copy)
+    loaded = {"lora_name": name, "lora_path": f"raw:{copy}"}
+    assert engine.post("/v1/load_lora_adapter", loaded).status_code == 200
+    return copy
+
+
 def test_what_was_unloaded_is_never_read_again(engines: tuple[Engine, Engine], adapters: Path, tmp_path: Path) -> None:
     """More adapters than the engine caches come after one whose files have gone."""
     for engine in engines:
         for number in range(10):
-            folder = tmp_path / str(engine.process.pid) / str(number)
-            shutil.copytree(adapters / "fine", folder)
-            loaded = {"lora_name": f"u{number}", "lora_path": f"raw:{folder}"}
-            assert engine.post("/v1/load_lora_adapter", loaded).status_code == 200
+            folder = load_copy(engine, adapters / "fine", tmp_path, f"u{number}")
             answer = engine.post("/v1/completions", {"model": f"u{number}", "prompt": PROMPT, "max_tokens": 2})
             assert answer.status_code == 200
             assert engine.post("/v1/unload_lora_adapter", {"lora_name": f"u{number}"}).status_code == 200
@@ -287,11 +293,8 @@ def test_both_end_when_an_evicted_adapter_is_gone(
     """Last, for it ends both engines."""
     for engine in engines:
         for number in range(10):
-            directory = tmp_path / str(engine.process.pid) / str(number)
-            shutil.copytree(adapters / "fine", directory)
-            loaded = {"lora_name": f"e{number}", "lora_path": f"raw:{directory}"}
-            assert engine.post("/v1/load_lora_adapter", loaded).status_code == 200
-        shutil.rmtree(tmp_path / str(engine.process.pid) / "0")
+            load_copy(engine, adapters / "fine", tmp_path, f"e{number}")
+        shutil.rmtree(tmp_path / str(engine.process.pid) / "e0")
     sim, real = (shape(engine.post("/v1/completions", {"model": "e0", "prompt": PROMPT})) for engine in engines)
     assert sim == real and real[0] == 500
     for engine in engines:
