@@ -1,9 +1,10 @@
 """Gives a Job every port for itself on a machine that it shares: `bind` and `connect` are answered here (Linux).
 
-Such a Job has two addresses of the loopback network. What it binds to all interfaces is bound to the one that gateway
-and peers know, what it binds to 127.0.0.1 to the other; when it connects to itself it gets what it bound. So two Jobs
-may both listen on 8000, and neither knows. Everything else is left to the kernel as it was asked: addresses that
-are not the Job's own (the Hub, the bucket, the Internet), ports that the kernel is to choose, datagrams, Unix sockets.
+Such a Job has two addresses of the loopback network. What it binds to all interfaces, or to this machine's address, is
+bound to the one that gateway and peers know, what it binds to 127.0.0.1 to the other; when it connects to itself, by
+whichever of the machine's addresses, it gets what it bound. So two Jobs may both listen on 8000, and neither knows.
+Everything else is left to the kernel as it was asked: addresses that are not the Job's own (the Hub, the bucket, the
+Internet), ports that the kernel is to choose, datagrams, Unix sockets.
 
 The kernel hands over each call (seccomp_unotify(2)); the socket is fetched from the process (pidfd_getfd(2)), bound or
 connected in its place, and the result is the call's. This keeps Jobs apart, it does not lock them in.
@@ -22,6 +23,7 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
@@ -37,6 +39,7 @@ _PIDFD_GETFD = 438  # asm-generic/unistd.h: one number everywhere
 SOCKADDR_BYTES = 28
 """sizeof(struct sockaddr_in6), the longest that is looked at."""
 
+Address = IPv4Address | IPv6Address
 ANY, SELF = IPv4Address("0.0.0.0"), IPv4Address("127.0.0.1")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -50,16 +53,28 @@ class Own:
     private: str
 
 
-def parse(data: bytes) -> tuple[IPv4Address, int] | None:
+def parse(data: bytes) -> tuple[Address, int] | None:
     """Address and port of a `sockaddr`; None for a family that has none. IPv6's own addresses count as IPv4's."""
     family = _family(data)
     if family == socket.AF_INET and len(data) >= 8:
         return IPv4Address(data[4:8]), int.from_bytes(data[2:4], "big")
     if family == socket.AF_INET6 and len(data) >= 24:
         address = IPv6Address(data[8:24])
-        same = {IPv6Address("::"): ANY, IPv6Address("::1"): SELF}.get(address, address.ipv4_mapped)
-        return (same, int.from_bytes(data[2:4], "big")) if same else None
+        same = {IPv6Address("::"): ANY, IPv6Address("::1"): SELF}.get(address, address.ipv4_mapped or address)
+        return same, int.from_bytes(data[2:4], "big")
     return None
+
+
+def of_this_machine(address: Address) -> bool:
+    """Whether a network interface has it, the loopback's apart: what goes there is sent from there. Nothing is sent."""
+    if address.is_loopback:
+        return False
+    with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((str(address), 9))
+        except OSError:  # no way leads there
+            return False
+        return bool(asking.getsockname()[0] == str(address))
 
 
 def _family(data: bytes) -> int:
@@ -68,23 +83,33 @@ def _family(data: bytes) -> int:
 
 @dataclass
 class Bound:
-    """Which addresses a Job means. Pure."""
+    """Which addresses a Job means. Pure but for `of_this_machine`."""
 
     own: Own
     ports: dict[int, str] = field(default_factory=dict)
     """Port -> the own address it was bound to last."""
+    of_this_machine: Callable[[Address], bool] = of_this_machine
 
-    def to_bind(self, address: IPv4Address, port: int) -> str | None:
+    def to_bind(self, address: Address, port: int) -> str | None:
         """The address to bind instead, or None for the one that was asked for.
 
         A port that the kernel chooses (0) is nobody else's: neither the Hub's, to which the Job connects, nor that of
         another Job. And its socket may be one that connects to the outside, which it could not from an own address.
         """
-        return {ANY: self.own.shared, SELF: self.own.private}.get(address) if port else None
+        if not port:
+            return None
+        if address == ANY or (address.version == 4 and self.of_this_machine(address)):
+            return self.own.shared
+        return self.own.private if address == SELF else None
 
-    def to_connect(self, address: IPv4Address, port: int) -> str | None:
-        """The address to connect to instead, or None for the one that was asked for."""
-        return self.ports.get(port) if address in (ANY, SELF) else None
+    def to_connect(self, address: Address, port: int) -> str | None:
+        """The address to connect to instead, or None for the one that was asked for.
+
+        Programs also reach themselves by the machine's address: so do the processes of torch.distributed, that of
+        vLLM's engine among them.
+        """
+        bound = self.ports.get(port)
+        return bound if bound and (address in (ANY, SELF) or self.of_this_machine(address)) else None
 
 
 class OwnPorts:

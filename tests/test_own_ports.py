@@ -5,7 +5,7 @@ import platform
 import socket
 import subprocess
 import sys
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, ip_address
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from emulator import member
 from emulator.member import CALLS, filter_code
 from emulator.network import Member
-from emulator.own_ports import Bound, Own, parse
+from emulator.own_ports import Bound, Own, of_this_machine, parse
 
 OWN, OTHER = Own("127.64.7.1", "127.128.7.1"), Own("127.64.7.2", "127.128.7.2")
 
@@ -26,18 +26,19 @@ OWN, OTHER = Own("127.64.7.1", "127.128.7.1"), Own("127.64.7.2", "127.128.7.2")
         (b"\x0a\x00\x1f\x40" + bytes(4) + bytes(16) + bytes(4), ("0.0.0.0", 8000)),
         (b"\x0a\x00\x1f\x40" + bytes(4) + bytes(15) + b"\x01" + bytes(4), ("127.0.0.1", 8000)),
         (b"\x0a\x00\x1f\x40" + bytes(4) + bytes(10) + b"\xff\xff\x0a\x00\x00\x07" + bytes(4), ("10.0.0.7", 8000)),
-        (b"\x0a\x00\x1f\x40" + bytes(4) + b"\x20\x01" + bytes(14) + bytes(4), None),
+        (b"\x0a\x00\x1f\x40" + bytes(4) + b"\x20\x01" + bytes(14) + bytes(4), ("2001::", 8000)),
         (b"\x01\x00/tmp/socket", None),
         (b"\x02\x00\x1f", None),
         (b"", None),
     ],
 )
 def test_addresses_of_calls(data, meant):
-    assert parse(data) == (meant and (IPv4Address(meant[0]), meant[1]))
+    assert parse(data) == (meant and (ip_address(meant[0]), meant[1]))
 
 
 def test_what_is_bound_to_all_interfaces_is_the_peers_and_the_rest_is_the_jobs_own():
-    bound = Bound(OWN, {8000: OWN.shared, 8001: OWN.private})
+    this = (ip_address("192.0.2.2"), ip_address("2001:db8::2"))
+    bound = Bound(OWN, {8000: OWN.shared, 8001: OWN.private}, this.__contains__)
     assert bound.to_bind(IPv4Address("0.0.0.0"), 8000) == OWN.shared
     assert bound.to_bind(IPv4Address("127.0.0.1"), 8000) == OWN.private
     assert bound.to_bind(IPv4Address("10.0.0.7"), 8000) is None
@@ -46,6 +47,27 @@ def test_what_is_bound_to_all_interfaces_is_the_peers_and_the_rest_is_the_jobs_o
     assert bound.to_connect(IPv4Address("0.0.0.0"), 8001) == OWN.private
     assert bound.to_connect(IPv4Address("127.0.0.1"), 8002) is None  # the Hub's, say
     assert bound.to_connect(IPv4Address("10.0.0.7"), 8000) is None
+    assert bound.to_bind(this[0], 8000) == OWN.shared
+    assert bound.to_bind(this[0], 0) is None
+    assert [bound.to_connect(address, 8000) for address in this] == [OWN.shared] * 2
+    assert [bound.to_connect(address, 8002) for address in this] == [None] * 2
+
+
+def test_addresses_of_this_machine():
+    """What is set aside for documentation (RFC 5737, RFC 3849) may all be this machine's but for one end of it."""
+    assert of_this_machine(ip_address(machines_address()))
+    others = (OTHER.shared, "127.0.0.1", "198.51.100.254", "2001:db8:ffff::fffe", "224.0.0.1")
+    assert not any(of_this_machine(ip_address(other)) for other in others)
+
+
+def machines_address():
+    """By which others would reach this machine; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(("198.51.100.254", 9))
+        except OSError:
+            pytest.skip("this machine has no network")
+        return asking.getsockname()[0]
 
 
 @pytest.mark.parametrize("machine", CALLS)
@@ -143,6 +165,31 @@ for port in (%(port)d, 0):
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
 def test_a_program_reaches_itself_by_every_name(inside, free_port, host):
     assert inside(TALKS_TO_ITSELF % {"host": host, "port": free_port}).stdout.read() == "me me me me waited waited "
+
+
+BY_THE_MACHINES_ADDRESS = """
+import socket
+server = socket.create_server((%(host)r, %(port)d), family=%(family)d, dualstack_ipv6=%(family)d == socket.AF_INET6)
+print(*server.getsockname()[:2], flush=True)
+client = socket.create_connection((%(address)r, %(port)d), timeout=10)
+with server.accept()[0] as connection:
+    connection.sendall(b"me")
+print(client.recv(9).decode())
+"""
+
+
+@pytest.mark.parametrize(("host", "family"), [("", socket.AF_INET), ("::", socket.AF_INET6), (None, socket.AF_INET)])
+def test_a_program_reaches_itself_by_the_machines_address(inside, free_port, host, family):
+    """As torch.distributed's processes do: vLLM's engine waited for itself for ever."""
+    address = machines_address()
+    code = BY_THE_MACHINES_ADDRESS % {
+        "host": address if host is None else host,
+        "port": free_port,
+        "family": family,
+        "address": address,
+    }
+    told = inside(code).stdout.read().split()
+    assert [told[0].removeprefix("::ffff:"), *told[1:]] == [OWN.shared, str(free_port), "me"]
 
 
 CHILD_OF_A_THREAD = """
