@@ -1,8 +1,8 @@
-"""How many tokens a second the engines of one replica give: `python -m bench.engines serve DIR` and `measure DIR OUT`.
+"""How many tokens a second the engines of one replica give: `python -m bench.engines serve|measure|alike`.
 
 `serve` runs a real replica Job (`role replica`) with a moto bucket, publishes an adapter and loads it on each engine,
-and stays. `measure` loads the first N of them in each of its cells, and prints and writes a table. The model is what
-`python -m bench.models` built.
+and stays. `measure` loads the first N of them in each of its cells, and prints and writes a table. `alike` compares
+answers for tokens alone with vLLM's own. The model is what `python -m bench.models` built.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import load
-from jobs import lease, machine, manifest, model_fetch, probe
+from bench import load, same
+from jobs import lease, machine, manifest, model_fetch, probe, replica
 from jobs.bucket import Bucket
 from jobs.cache import cache_dir
 from jobs.http import KEY_HEADER
@@ -33,7 +33,6 @@ from jobs.spec import ModelRef, RunSpec, spec_key
 
 RUN, ATTEMPT, VERSION = "bench", 1, 1
 WIRE = str(WireName(RUN, ATTEMPT, VERSION))
-PORT = 8000
 LEASE_S = 7200
 
 
@@ -48,6 +47,13 @@ class Cell:
     pinned: bool = False
     profile: bool = False
     """Take a profile of the first engine's processes meanwhile, with py-spy; costs it a little."""
+
+    @classmethod
+    def read(cls, text: str) -> "Cell":
+        """`ENGINESxIN-FLIGHT[:WAY[:seeded]]`, of which the way is `tokens` if left out."""
+        shape, *more = text.split(":")
+        engines, in_flight = map(int, shape.split("x"))
+        return cls(engines, in_flight, *more[:1], seeded="seeded" in more[1:])
 
 
 STOCK = [Cell(1, n, "vllm", seeded=True) for n in (384, 768, 128)]
@@ -132,17 +138,20 @@ def write_adapter(directory: Path, config: Mapping[str, Any]) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(settings))
 
 
-def serve(model: Path, directory: Path, engines: int, flags: Mapping[str, Any]) -> int:
-    """Runs the replica until it ends; `DIR/ready.json` is there once every engine has the adapter."""
+def serve(model: Path, directory: Path, engines: int, flags: Mapping[str, Any], port: int) -> int:
+    """Runs the replica until it ends; `DIR/ready.json` is there once every engine has the adapter.
+
+    Its engines listen on `port` and those after it.
+    """
     from moto.server import ThreadedMotoServer
 
     directory.mkdir(parents=True, exist_ok=True)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    host, port = server.get_host_and_port()
+    host, bucket_port = server.get_host_and_port()
     key = secrets.token_hex(32)
     environ = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ENDPOINT_URL": f"http://{host}:{bucket_port}",
         "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "bench",
         "AWS_SECRET_ACCESS_KEY": "bench",
@@ -150,6 +159,7 @@ def serve(model: Path, directory: Path, engines: int, flags: Mapping[str, Any]) 
         "ASYNCGRPO_RUN": RUN,
         "ASYNCGRPO_KEY": key,
         "ASYNCGRPO_CACHE": str(cache_dir()),
+        **{f"ASYNCGRPO_BIND_{replica.PORT + i}": f"127.0.0.1:{port + i}" for i in range(engines)},
     }
     import boto3
 
@@ -171,10 +181,11 @@ def serve(model: Path, directory: Path, engines: int, flags: Mapping[str, Any]) 
     where = publish(bucket, directory / "adapter", key)
     command = [sys.executable, "asyncgrpo.py", "role", "replica"]
     with (directory / "replica.log").open("wb") as log:
-        replica = subprocess.Popen(command, env={**os.environ, **environ}, stdout=log, stderr=subprocess.STDOUT)
-    signal.signal(signal.SIGTERM, lambda *_: replica.terminate())
-    threading.Thread(target=_load_all, args=(engines, key, where, directory, replica.pid), daemon=True).start()
-    return replica.wait()
+        job = subprocess.Popen(command, env={**os.environ, **environ}, stdout=log, stderr=subprocess.STDOUT)
+    signal.signal(signal.SIGTERM, lambda *_: job.terminate())
+    state = {"key": key, "port": port, "engines": engines, "label": json.dumps(flags), "supervisor": job.pid}
+    threading.Thread(target=_load_all, args=(state, where, directory), daemon=True).start()
+    return job.wait()
 
 
 def publish(bucket: Bucket, adapter: Path, key: str) -> str:
@@ -188,26 +199,25 @@ def publish(bucket: Bucket, adapter: Path, key: str) -> str:
     return f"manifest:{manifest.manifest_key(RUN, ATTEMPT, VERSION)}"
 
 
-def _load_all(engines: int, key: str, where: str, directory: Path, supervisor: int) -> None:
+def _load_all(state: dict[str, Any], where: str, directory: Path) -> None:
     started = time.monotonic()
     ready: dict[int, float] = {}
-    while len(ready) < engines:
-        for engine in set(range(engines)) - set(ready):
+    while len(ready) < state["engines"]:
+        for engine in set(range(state["engines"])) - set(ready):
             with suppress(OSError):
-                _call(engine, key, "/health")
+                _call(state, engine, "/health")
                 body = {"lora_name": WIRE, "lora_path": where, "load_inplace": False}
-                _call(engine, key, "/v1/load_lora_adapter", body)
+                _call(state, engine, "/v1/load_lora_adapter", body)
                 ready[engine] = round(time.monotonic() - started, 1)
         time.sleep(0.5)
-    state = {"key": key, "engines": engines, "supervisor": supervisor, "start_s": ready}
-    (directory / "ready.json").write_text(json.dumps(state))
+    (directory / "ready.json").write_text(json.dumps({**state, "start_s": ready}))
 
 
-def _call(engine: int, key: str, path: str, body: Any = None) -> bytes:
+def _call(state: Mapping[str, Any], engine: int, path: str, body: Any = None) -> bytes:
     request = urllib.request.Request(
-        f"http://127.0.0.1:{PORT + engine}{path}",
+        f"http://127.0.0.1:{state['port'] + engine}{path}",
         data=None if body is None else json.dumps(body).encode(),
-        headers={KEY_HEADER: key, "content-type": "application/json"},
+        headers={KEY_HEADER: state["key"], "content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=120) as answer:
         return bytes(answer.read())
@@ -264,7 +274,6 @@ def measure(
     out.mkdir(parents=True, exist_ok=True)
     found = processes(state)
     headers = {KEY_HEADER: state["key"]}
-    same(state, out)
     print(f"engines up after {state['start_s']} s", flush=True)
     print(
         "engines in-flight way      seed pin   tokens/s steps/s server-ms scheduler-ms GPU-% GPU-GB failed", flush=True
@@ -276,7 +285,7 @@ def measure(
             print(f"left out for want of time: {cell}")
             continue
         pin(found, cell.engines, cell.pinned)
-        urls = [f"http://127.0.0.1:{PORT + engine}" for engine in range(cell.engines)]
+        urls = [f"http://127.0.0.1:{state['port'] + engine}" for engine in range(cell.engines)]
         shape = load.Shape(WIRE, vocabulary=vocabulary, seeded=cell.seeded, way=cell.way)
         used = found[: cell.engines]
         kinds = {
@@ -285,7 +294,7 @@ def measure(
         }
         with Profiles(cell, used[0], out, warm_s, measure_s), GpuWatch(warm_s + measure_s / 2) as gpu:
             result = asyncio.run(load.run(urls, headers, shape, cell.in_flight, warm_s, measure_s, kinds))
-        row = {**asdict(cell), **asdict(result), "gpu": gpu.seen}
+        row = {"label": state["label"], **asdict(cell), **asdict(result), "gpu": gpu.seen}
         with (out / "engines.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(
@@ -297,42 +306,16 @@ def measure(
         )
 
 
-def same(state: Mapping[str, Any], out: Path) -> None:
-    """Compares the answers for tokens alone with vLLM's own.
-
-    Each is asked for once before, so that both find their prompt in the cache: else the first, greedy one may go
-    another way at a near tie, since bfloat16 sums a prompt that is computed whole in another order.
-    """
-    prompt = list(range(1000, 1128))
-    for model in (WIRE, "bench"):
-        _call(0, state["key"], "/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 1})
-    rows = []
-    for number, change in enumerate([{"temperature": 0.0}, {"seed": 3}, {"seed": 4}, {"temperature": 0.0}]):
-        asked = {
-            "model": WIRE if number < 3 else "bench",
-            "prompt": prompt,
-            "max_tokens": 64,
-            "logprobs": 0,
-            "return_token_ids": True,
-            "temperature": 1.0,
-            **change,
-        }
-        ours, theirs = (
-            json.loads(_call(0, state["key"], "/v1/completions", each))["choices"][0]
-            for each in (asked, {**asked, "user": "bench"})
-        )
-        pairs = zip(ours["logprobs"]["token_logprobs"], theirs["logprobs"]["token_logprobs"], strict=True)
-        alike = sum(a == b for a, b in zip(ours["token_ids"], theirs["token_ids"], strict=True))
-        rows.append(
-            {
-                **change,
-                "tokens_alike": alike,
-                "text_alike": ours["text"] == theirs["text"],
-                "logprobs_differ_by": max(abs(a - b) for a, b in pairs),
-            }
-        )
-    print("answers for tokens alone against vLLM's own, 64 tokens each:", *map(json.dumps, rows), sep="\n", flush=True)
-    (out / "same.json").write_text(json.dumps(rows, indent=1))
+def alike(directory: Path, out: Path, vocabulary: int) -> None:
+    """Compares answers for tokens alone with vLLM's own (bench/same.py), by the adapter and by the base model."""
+    state = json.loads((directory / "ready.json").read_text())
+    out.mkdir(parents=True, exist_ok=True)
+    url, headers = f"http://127.0.0.1:{state['port']}", {KEY_HEADER: state["key"]}
+    rows = {model: asyncio.run(same.measure(url, headers, model, vocabulary)) for model in (WIRE, "bench")}
+    for model, row in rows.items():
+        print(f"{model}:", *(f"{what}: {json.dumps(found)}" for what, found in row.items()), sep="\n ", flush=True)
+    with (out / "same.jsonl").open("a") as file:
+        file.write(json.dumps({"label": state["label"], **rows}) + "\n")
 
 
 class GpuWatch:
@@ -412,20 +395,27 @@ def main(words: list[str]) -> int:
     serving.add_argument("directory", type=Path)
     serving.add_argument("--model", type=Path, required=True)
     serving.add_argument("--engines", type=int, default=8)
+    serving.add_argument("--port", type=int, default=replica.PORT)
     serving.add_argument("--flag", action="append", default=[], metavar="NAME=JSON")
-    measuring = commands.add_parser("measure")
-    measuring.add_argument("directory", type=Path)
-    measuring.add_argument("out", type=Path)
-    measuring.add_argument("--vocabulary", type=int, default=32000)
+    measuring, comparing = commands.add_parser("measure"), commands.add_parser("alike")
+    for each in (measuring, comparing):
+        each.add_argument("directory", type=Path)
+        each.add_argument("out", type=Path)
+        each.add_argument("--vocabulary", type=int, default=32000)
     measuring.add_argument("--warm", type=float, default=4.0)
     measuring.add_argument("--seconds", type=float, default=7.0)
     measuring.add_argument("--deadline", type=float, default=3600.0)
-    measuring.add_argument("--cells", help="'3x768 1x384': engines x in flight, for tokens alone, instead of the plan")
+    measuring.add_argument(
+        "--cells", nargs="+", help="3x768 1x384:vllm:seeded: engines x in flight, way, seeds; instead of the plan"
+    )
     chosen = parser.parse_args(words)
     if chosen.command == "serve":
         flags = {name: json.loads(value) for name, _, value in (flag.partition("=") for flag in chosen.flag)}
-        return serve(chosen.model.resolve(), chosen.directory.resolve(), chosen.engines, flags)
-    cells = [Cell(*map(int, each.split("x"))) for each in chosen.cells.split()] if chosen.cells else PLAN
+        return serve(chosen.model.resolve(), chosen.directory.resolve(), chosen.engines, flags, chosen.port)
+    if chosen.command == "alike":
+        alike(chosen.directory, chosen.out, chosen.vocabulary)
+        return 0
+    cells = [Cell.read(each) for each in chosen.cells] if chosen.cells else PLAN
     measure(chosen.directory, chosen.out, cells, chosen.vocabulary, chosen.warm, chosen.seconds, chosen.deadline)
     return 0
 

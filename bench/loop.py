@@ -1,14 +1,15 @@
-"""The whole loop, measured: `python -m bench.loop stock|ours OUT [--set section.field=value ...]`.
+"""The whole loop, measured: `python -m bench.loop stock|ours|trainer OUT [--set section.field=value ...]`.
 
 `stock`: TRL's trainer, one stock engine and the proxy of bench/stock.py. `ours`: the same recipe as `asyncgrpo emulate`
-runs it, with the same lag of the bucket. Both write `OUT/<kind>.jsonl` (the trainer's metrics of each step) and
-`OUT/<kind>.json` (the row of the table), and print the row.
+runs it, with the same lag of the bucket. `trainer`: the trainer alone, for which rollouts cost nothing
+(bench/instant.py). All write `OUT/<kind>.jsonl` (the trainer's metrics of each step) and `OUT/<kind>.json` (the row of
+the table), and print the row.
 """
 
 import argparse
 import json
 import os
-import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,9 +21,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from bench.instant import InstantServer
 from bench.stock import StockProxy
 from emulator import gpus
 from emulator.bucket import MotoServer
+from emulator.faults import parse
+from emulator.injector import Injector
 from emulator.job_environment import IMAGES, Image
 from emulator.ports import free_port
 from emulator.serve import Emulator
@@ -68,57 +72,87 @@ class GpuMemory:
 
 def stock(chosen: Recipe, places: Sequence[str], lag_s: float, out: Path) -> tuple[Rows, dict[str, Any]]:
     """One engine on the first place's GPU, the trainer on the last one's."""
-    work = Path(tempfile.mkdtemp(prefix="stock-"))
+    with tempfile.TemporaryDirectory(prefix="stock-") as folder:
+        work = Path(folder)
+        (work / "mount").mkdir()
+        spec = _spec("stock", chosen)
+        port, proxy_port = free_port(set()), free_port(set())
+        place = replica.Place(0, "127.0.0.1", port, tuple(places[:1]))
+        command = replica.engine_command(spec, place, spec.model.source, 0)
+        at = command.index("--middleware")
+        command = [*command[:2], "vllm.entrypoints.openai.api_server", *command[3:at], *command[at + 2 :]]
+        environment = replica.engine_environment(_common(), spec, place, 0, work)
+        with (out / "stock-engine.log").open("wb") as log:
+            engine = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            proxy = StockProxy([f"http://127.0.0.1:{port}"], work / "mount", lag_s, proxy_port)
+            proxy.start()
+            rows = _train(spec, f"http://127.0.0.1:{proxy_port}", places[-1:], work, out / "stock-trainer.log", engine)
+            return rows, {"generation_stall_s": round(proxy.stall_s, 2), "tokens": proxy.tokens, "engines": 1}
+        finally:
+            processes.end([engine], 10.0)
+
+
+def trainer(chosen: Recipe, places: Sequence[str], lag_s: float, out: Path) -> tuple[Rows, dict[str, Any]]:
+    """The trainer alone, on all places but the first, which a replica would have; its server has everything ready."""
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        server = InstantServer(free_port(set()))
+        server.start()
+        rows = _train(_spec("trainer", chosen), server.url, places[1:], Path(folder), out / "trainer.log")
+    return rows, {"generation_stall_s": 0.0, "tokens": server.tokens, "engines": 0}
+
+
+def _spec(run: str, chosen: Recipe) -> RunSpec:
     model = str(Path(chosen.model.id).resolve())
-    spec = RunSpec("stock", resolve(chosen), ModelRef("path", model, model))
+    return RunSpec(run, resolve(chosen), ModelRef("path", model, model))
+
+
+def _common() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(app_dir()), "ASYNCGRPO_CACHE": str(cache_dir())}
+
+
+def _train(
+    spec: RunSpec, url: str, gpus: Sequence[str], work: Path, log: Path, engine: "subprocess.Popen[bytes] | None" = None
+) -> Rows:
+    """The training child alone, without its supervisor and proxy, before the server at `url`; its journal."""
     (work / "spec.json").write_bytes(spec.to_json())
-    port, proxy_port = free_port(set()), free_port(set())
-    place = replica.Place(0, "127.0.0.1", port, tuple(places[:1]))
-    command = replica.engine_command(spec, place, model, 0)
-    at = command.index("--middleware")
-    command = [*command[:2], "vllm.entrypoints.openai.api_server", *command[3:at], *command[at + 2 :]]
-    common = {**os.environ, "PYTHONPATH": str(app_dir()), "ASYNCGRPO_CACHE": str(cache_dir())}
-    (work / "mount").mkdir()
     output = work / "output"
     output.mkdir()
-    children: list[subprocess.Popen[bytes]] = []
+    environment = _common() | {
+        "ASYNCGRPO_SPEC_FILE": str(work / "spec.json"),
+        "ASYNCGRPO_MODEL_DIR": spec.model.source,
+        "ASYNCGRPO_OUTPUT_DIR": str(output),
+        "ASYNCGRPO_SERVER_URL": url,
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "ASYNCGRPO_PARENT": str(os.getpid()),
+    }
+    with log.open("wb") as file:
+        command = [sys.executable, "-m", "jobs.train"]
+        child = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
     try:
-        with (out / "stock-engine.log").open("wb") as log:
-            environment = replica.engine_environment(common, spec, place, 0, work)
-            children.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        proxy = StockProxy([f"http://127.0.0.1:{port}"], work / "mount", lag_s, proxy_port)
-        proxy.start()
-        with (out / "stock-trainer.log").open("wb") as log:
-            environment = common | {
-                "ASYNCGRPO_SPEC_FILE": str(work / "spec.json"),
-                "ASYNCGRPO_MODEL_DIR": model,
-                "ASYNCGRPO_OUTPUT_DIR": str(output),
-                "ASYNCGRPO_SERVER_URL": f"http://127.0.0.1:{proxy_port}",
-                "CUDA_VISIBLE_DEVICES": places[-1] if places else "",
-            }
-            trainer = [sys.executable, "-m", "jobs.train"]
-            children.append(subprocess.Popen(trainer, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        while children[1].poll() is None:
-            if children[0].poll() is not None:
-                raise SystemExit(f"the engine ended:\n{(out / 'stock-engine.log').read_text()[-3000:]}")
+        while child.poll() is None:
+            if engine is not None and engine.poll() is not None:
+                raise SystemExit("the engine ended; see its log")
             time.sleep(0.5)
-        if children[1].returncode:
-            raise SystemExit(f"the trainer failed:\n{(out / 'stock-trainer.log').read_text()[-3000:]}")
-        rows = _read((output / "metrics.jsonl").read_bytes())
-        return rows, {"generation_stall_s": round(proxy.stall_s, 2), "tokens": proxy.tokens, "engines": 1}
+        if child.returncode:
+            raise SystemExit(f"the trainer failed:\n{log.read_text()[-3000:]}")
+        return _read((output / "metrics.jsonl").read_bytes())
     finally:
-        processes.end(children, 10.0)
-        shutil.rmtree(work, ignore_errors=True)
+        processes.end([child], 10.0)
 
 
-def ours(chosen: Recipe, places: Sequence[str], lag_s: float, out: Path) -> tuple[Rows, dict[str, Any]]:
-    """What `asyncgrpo emulate` does, but the metrics of every step are kept."""
+def ours(
+    chosen: Recipe, places: Sequence[str], lag_s: float, out: Path, faults: str = ""
+) -> tuple[Rows, dict[str, Any]]:
+    """What `asyncgrpo emulate` does, but the metrics of every step are kept, those of each attempt."""
     images = {"*": Image(environment=gpus.image_environment(os.environ))} if places else IMAGES
     bucket = MotoServer("hub")
     emulator = Emulator(bucket=bucket, devices=places, images=images, logs=out / "ours-logs")
     emulator.start()
     try:
         bucket.disturb(lag_s=lag_s)
+        injector = Injector(parse(faults))
+        injector.attach(emulator)
         site = Site(
             endpoint=emulator.endpoint,
             token=emulator.token,
@@ -131,11 +165,13 @@ def ours(chosen: Recipe, places: Sequence[str], lag_s: float, out: Path) -> tupl
 
         def look(glance: Glance) -> None:
             glances[:] = [glance]
+            injector.look(glance, launch.crew)
 
         with Launch(site, chosen, f"ours-{int(time.time())}", "vllm", None, 0) as launch:
             launch.start(Path(chosen.model.id))
             summary = launch.follow(look)
-            rows = _read(Bucket(emulator.bucket).get(metrics_key(launch.run, 1)))
+            read, attempts = Bucket(emulator.bucket).get, range(1, summary["attempt"] + 1)
+            rows = [row for attempt in attempts for row in _read(read(metrics_key(launch.run, attempt)))]
         tokens = sum((summary["replica_tokens"] or {}).values())
         engines = len((glances[0].progress.get("proxy") or {}).get("replicas") or [])
         (out / "ours-summary.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -152,10 +188,13 @@ def row(kind: str, chosen: Recipe, found: Rows, more: Mapping[str, Any], process
     """The row of the table, from the trainer's journal. Pure.
 
     All completions have one length, so they come in waves of as many as are in flight. Speeds are those of whole waves,
-    from the end of the first step on: what starts when, and how long the first wave takes, is not in them.
+    from the end of the first step on: what starts when, and how long the first wave takes, is not in them. Nor are the
+    steps of a trainer that was started again.
     """
-    steps = [each for each in found if "event" not in each and isinstance(each.get("step"), int)]
-    began = next(each["time"] for each in found if each.get("event") == "phase" and each["name"] == "started")
+    started = [at for at, each in enumerate(found) if each.get("event") == "phase" and each["name"] == "started"]
+    began = found[started[0]]["time"]
+    first = found[: started[1]] if len(started) > 1 else found
+    steps = [each for each in first if "event" not in each and isinstance(each.get("step"), int)]
     samples = completions_per_step(chosen, processes)
     wave = max(1, round(in_flight(chosen, processes) / samples))
     whole = (len(steps) - 1) // wave * wave or len(steps) - 1
@@ -190,15 +229,17 @@ def row(kind: str, chosen: Recipe, found: Rows, more: Mapping[str, Any], process
 
 
 def main(words: list[str]) -> int:
-    """Reads the command line and runs one of the two."""
+    """Reads the command line and runs one of the three."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=["stock", "ours"])
+    parser.add_argument("kind", choices=["stock", "ours", "trainer"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.FIELD=VALUE")
     parser.add_argument("--gpus", default="1,0", help="replica's GPU, trainer's GPUs; none")
     parser.add_argument("--lag", type=float, default=2.5, help="seconds until an object that was written is seen")
+    parser.add_argument("--faults", default="", help="of `ours`: as `asyncgrpo emulate` takes them")
     parser.add_argument("--name", help="of the row; the kind if left out")
     asked = parser.parse_args(words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and end what was started
     chosen = recipe.load(str(RECIPE), overrides=asked.overrides)
     places = gpus.places(asked.gpus, probe.gpus(os.environ), chosen)
     if asked.kind == "stock":
@@ -207,7 +248,10 @@ def main(words: list[str]) -> int:
     chosen = machine.resolve(chosen, own, model_fetch.weights_bytes(chosen.model.id))
     asked.out.mkdir(parents=True, exist_ok=True)
     with GpuMemory() as memory:
-        found, more = (stock if asked.kind == "stock" else ours)(chosen, places, asked.lag, asked.out)
+        if asked.kind == "ours":
+            found, more = ours(chosen, places, asked.lag, asked.out, asked.faults)
+        else:
+            found, more = (stock if asked.kind == "stock" else trainer)(chosen, places, asked.lag, asked.out)
     name = asked.name or asked.kind
     (asked.out / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in found))
     trainers = max(1, len(places) - 1) if places else 1
