@@ -17,7 +17,7 @@ command=${1:-}
 out=${2:-$root/build/bench}
 work=${WORK:-$root/build/bench-work}
 python=${PYTHON:-python3}
-two_gpus=(--set jobs.trainer_flavor=h200x2 --set trainer.token_budget=16700 --set trainer.gradient_accumulation_steps=4)
+two_gpus=(--set jobs.trainer_flavor=h200x2 --set trainer.per_device_train_batch_size=16 --set trainer.token_budget=16700)
 export PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1 ASYNCGRPO_CACHE=$work/cache
 cd "$root"
 mkdir -p "$out" "$ASYNCGRPO_CACHE"
@@ -68,7 +68,8 @@ case $command in
     ;;
   resume)
     loop ours --name resume --gpus 0,0,1 "${two_gpus[@]}" --set trainer.token_budget=8350 \
-      --set trainer.gradient_accumulation_steps=8 --set trainer.save_strategy=steps --set trainer.save_steps=2 \
+      --set trainer.per_device_train_batch_size=8 --set trainer.gradient_accumulation_steps=8 \
+      --set trainer.save_strategy=steps --set trainer.save_steps=2 \
       --faults 'kill trainer at step 5' "${@:3}"
     ;;
   learn)

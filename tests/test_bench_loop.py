@@ -11,13 +11,27 @@ from jobs.recipe import load, override
 KEPT = Path(__file__).parents[1] / "docs" / "benchmarks"
 
 
-@pytest.mark.parametrize(("kind", "in_flight"), [("stock", 384), ("ours", 768)])
-def test_a_row_follows_from_its_journal(kind: str, in_flight: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings", "processes"),
+    [
+        ("stock", ["trainer.max_inflight_tasks=384"], 1),
+        ("ours", [], 1),
+        ("fsdp", ["trainer.per_device_train_batch_size=16"], 2),
+    ],
+)
+def test_a_row_follows_from_its_journal(kind: str, settings: list[str], processes: int) -> None:
     row = json.loads((KEPT / f"h200-{kind}.json").read_text())
     journal = [json.loads(line) for line in (KEPT / f"h200-{kind}.jsonl").read_text().splitlines()]
-    chosen = override(load(str(loop.RECIPE)), f"trainer.max_inflight_tasks={in_flight}")
+    chosen = override(load(str(loop.RECIPE)), *settings)
     more = {name: row[name] for name in ("generation_stall_s", "tokens", "engines", "gpu_gb")}
-    assert loop.row(kind, chosen, journal, more, processes=1) == row
+    assert loop.row(kind, chosen, journal, more, processes) == row
+
+
+def test_a_trainer_that_was_started_again_counts_until_it_was() -> None:
+    journal = [json.loads(line) for line in (KEPT / "h200-ours.jsonl").read_text().splitlines()]
+    chosen = load(str(loop.RECIPE))
+    again = [{**each, "time": each["time"] + 1000} for each in journal]
+    assert loop.row("ours", chosen, journal + again, {}, 1) == loop.row("ours", chosen, journal, {}, 1)
 
 
 def test_only_whole_waves_count() -> None:
