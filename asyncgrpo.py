@@ -216,7 +216,7 @@ def status(run: str | None, namespace: str | None, bucket: str | None, as_json: 
     from jobs import operate, site, status_view
 
     if run is None:
-        runs = operate.runs(site.Site.from_env(os.environ, namespace, bucket))
+        runs = operate.runs(site.Account.named(os.environ, namespace))
         click.echo(json.dumps(runs)) if as_json else status_view.show_runs(runs, sys.stdout)
         return
     found = operate.Operation.from_env(os.environ, bucket, run).status()

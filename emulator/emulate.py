@@ -193,7 +193,8 @@ def _run(
 def _of_this_machine(environ: Mapping[str, str]) -> dict[str, str]:
     """What every Job may use of this machine: its caches, and the Hub that has models and data sets."""
     hub = {"ASYNCGRPO_HUB": environ.get("HF_ENDPOINT") or HUB, "HF_HOME": HF_HOME}
-    return {"ASYNCGRPO_CACHE": str(cache_dir()), **hub}
+    offline = {name: environ[name] for name in ("HF_HUB_OFFLINE",) if name in environ}
+    return {"ASYNCGRPO_CACHE": str(cache_dir()), **hub, **offline}
 
 
 def _recipe(options: Options) -> Recipe:

@@ -81,7 +81,7 @@ class BucketSettings:
         """
         for name in ("ASYNCGRPO_BUCKET", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             if not environ.get(name):
-                raise ConfigError(f"{name} is not set: every role reaches the bucket through it. Set it for this Job.")
+                raise ConfigError(f"{name} is not set: every role reaches the bucket through it. Set it.")
         endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com"
         return cls(
             url=environ["ASYNCGRPO_BUCKET"],

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import httpx
-from huggingface_hub import HfApi, JobInfo, get_session
+from huggingface_hub import HfApi, JobInfo, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError
+
+from jobs.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +26,27 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0
 UNSURE = (HfHubHTTPError, httpx.TransportError)
 """What a call may raise without telling whether the Hub did what it was asked to."""
 
+LOCAL = ("http://127.0.0.1:", "https://127.0.0.1:")
+"""How the stand-in's address starts."""
+
 T = TypeVar("T")
 
 
+def is_local(endpoint: str) -> bool:
+    """Whether it is the stand-in for the Hub, on this machine."""
+    return endpoint.startswith(LOCAL)
+
+
 def connect(endpoint: str, token: str) -> HfApi:
-    """A client of the Hub at `endpoint`, with `CALL_S` as the time-out of calls that set none."""
+    """A client of the Hub at `endpoint`, with `CALL_S` as the time-out of calls that set none.
+
+    Raises:
+        ConfigError: the user forbids to go there, by HF_HUB_OFFLINE. It does not concern the stand-in.
+    """
+    if constants.is_offline_mode():
+        if not is_local(endpoint):
+            raise ConfigError(f"HF_HUB_OFFLINE is set, but Jobs are started and found through {endpoint}: unset it.")
+        constants.HF_HUB_OFFLINE = False
     get_session().timeout = httpx.Timeout(CALL_S)
     return HfApi(endpoint=endpoint, token=token)
 

@@ -17,7 +17,7 @@ from jobs.crew import TERMINAL, Crew
 from jobs.errors import ConfigError, NotFound
 from jobs.progress import progress_key
 from jobs.roster import Roster, roster_key
-from jobs.site import Site
+from jobs.site import Account, Site
 from jobs.spec import RunSpec
 
 OVERDUE_S = 300.0
@@ -138,11 +138,11 @@ class Operation:
         leader.ask_for(self.bucket, self.run, replicas)
 
 
-def runs(site: Site) -> list[dict[str, Any]]:
+def runs(account: Account) -> list[dict[str, Any]]:
     """The runs that have living Jobs in the namespace, as their labels tell it."""
-    prices = costs.usd_per_minute(hub.patiently(site.hub().list_jobs_hardware))
+    prices = costs.usd_per_minute(hub.patiently(account.hub().list_jobs_hardware))
     alive: dict[str, list[tuple[JobInfo, labels.Place]]] = {}
-    for job in hub.list_jobs(site.hub(), site.namespace):
+    for job in hub.list_jobs(account.hub(), account.namespace):
         if (place := labels.read(job.labels)) and job.status.stage not in TERMINAL:
             alive.setdefault(place.run, []).append((job, place))
     return [

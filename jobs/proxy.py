@@ -99,7 +99,7 @@ class ProxySettings:
         """
         for name in ("ASYNCGRPO_RUN", "ASYNCGRPO_KEY"):
             if not environ.get(name):
-                raise ConfigError(f"{name} is not set: the proxy of a run needs it. Set it for this Job.")
+                raise ConfigError(f"{name} is not set: the proxy of a run needs it. Set it.")
         bucket, run = Bucket.from_env(environ), environ["ASYNCGRPO_RUN"]
         try:
             spec = RunSpec.from_json(bucket.get(spec_key(run)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from huggingface_hub import constants
 
 import asyncgrpo
 from emulator.serve import Emulator
@@ -15,7 +16,7 @@ from jobs import crew as crew_module
 from jobs.bucket import Bucket
 from jobs.errors import ConfigError
 from jobs.operate import Operation
-from jobs.site import Site
+from jobs.site import HUB, Site
 from tests.test_crew import SLEEP, until
 from tests.test_launch import ROLES, alive, launch, recipe, stages
 
@@ -43,6 +44,21 @@ def begin(site: Site, run: str) -> Operation:
 
 def command(emulator: Emulator, *args: str) -> Any:
     return CliRunner().invoke(asyncgrpo.main, args, env=emulator.environment())
+
+
+def test_runs_are_listed_without_a_bucket(emulator: Emulator) -> None:
+    keys = ("HF_ENDPOINT", "HF_TOKEN")
+    environment = {name: value for name, value in emulator.environment().items() if name in keys}
+    listed = CliRunner().invoke(asyncgrpo.main, ["status", "--json"], env=environment)
+    assert listed.exit_code == 0 and isinstance(json.loads(listed.stdout), list)
+
+
+def test_offline_means_the_hub_and_not_its_stand_in(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    far = CliRunner().invoke(asyncgrpo.main, ["status"], env={"HF_TOKEN": "hf_x", "HF_ENDPOINT": HUB})
+    assert far.exit_code == 2 and "HF_HUB_OFFLINE is set" in far.stderr
+    near = CliRunner().invoke(asyncgrpo.main, ["status", "--json"], env=emulator.environment())
+    assert near.exit_code == 0
 
 
 def test_a_run_is_looked_at_scaled_and_stopped_from_anywhere(site: Site, emulator: Emulator) -> None:
