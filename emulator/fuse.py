@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from emulator.live_mount import Lag
 from jobs import bundle
 
 DEVICE = Path("/dev/fuse")
+START_S = 30.0
+"""How long mounting may take; 0.3 s on a quiet machine."""
 STOP_S = 2.0
 
 
@@ -76,6 +79,10 @@ class FuseServer:
     def wait(self) -> None:
         """Until it is mounted. Raises NoFuse if it cannot be."""
         assert self.process.stdout
+        if not select.select([self.process.stdout], [], [], START_S)[0]:
+            self.process.kill()
+            self.stop()
+            raise NoFuse(f"nothing was mounted within {START_S:.0f} s")
         if not self.process.stdout.readline():  # it ended
             self.process.wait()
             self._words.seek(0)

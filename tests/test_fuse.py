@@ -306,6 +306,20 @@ def test_a_server_that_ends_before_it_listens_is_no_mount(tmp_path, monkeypatch)
         server.wait()
 
 
+@needs_fuse
+def test_a_server_that_never_listens_is_no_mount(tmp_path, monkeypatch):
+    hanging = tmp_path / "hanging"
+    hanging.write_text("#!/bin/sh\nexec sleep 600\n")
+    hanging.chmod(0o755)
+    monkeypatch.setattr(fuse.sys, "executable", str(hanging))
+    monkeypatch.setattr(fuse, "START_S", 0.2)
+    server = FuseServer(tmp_path / "mirrors", tmp_path / "shown", Lag())
+    server.start()
+    with pytest.raises(fuse.NoFuse, match="nothing was mounted within 0 s"):
+        server.wait()
+    assert server.process.poll() is not None
+
+
 READ = ["/bin/sh", "-c", "cat /data/x; stat -f -c %T /data; echo answer > /data/y"]
 
 
