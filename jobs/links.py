@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import aiohttp
@@ -67,7 +67,7 @@ class Links:
         self.pool, self.publisher, self._in_flight = pool, publisher, in_flight
         self._headers = {**headers, "content-type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
-        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._pokes: dict[str, asyncio.Event] = {}
         self._bases: dict[str, tuple[str, proof.Answer]] = {}
         self._proofs: dict[str, dict[str, tuple[str, proof.Proof]]] = {}
@@ -82,10 +82,9 @@ class Links:
                     self._look_after()
                     await asyncio.sleep(TICK_S)
             finally:
-                tasks = [task for pair in self._tasks.values() for task in pair]
-                for task in tasks:
+                for task in self._tasks.values():
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def replace(self, urls: Mapping[str, str]) -> None:
         """The replica set is now this one: URLs by engine name. Those that are not in it are drained."""
@@ -103,14 +102,21 @@ class Links:
         if self._session is None:
             return
         for name, engine in self.pool.fleet.engines.items():
-            gone = engine.state is EngineState.GONE
-            if not gone and all(task.done() for task in self._tasks.get(name, ())):
-                self._pokes[name] = asyncio.Event()
-                work = (self._watch(name, self._pokes[name]), self._work(name))
-                self._tasks[name] = [asyncio.create_task(each, name=f"replica {name}") for each in work]
+            if engine.state is not EngineState.GONE:
+                self._keep(name, "watch", self._watch)
+                self._keep(name, "work", self._work)
             if engine.state is EngineState.DRAINING and not self._in_flight(name):
                 with self.pool.telling() as fleet:
                     fleet.drained(name, self.pool.now())
+
+    def _keep(self, name: str, kind: str, work: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        """Starts one of an engine's tasks if it is not running: an engine may come back before both have ended."""
+        task = self._tasks.get((name, kind))
+        if task is not None and not task.done():
+            return
+        if task is not None and not task.cancelled() and (error := task.exception()):
+            log.error("replica %s: its %s task failed", name, kind, exc_info=error)
+        self._tasks[name, kind] = asyncio.create_task(work(name), name=f"{kind} of replica {name}")
 
     def _observe(self, event: Event) -> None:
         if event.kind in ("left", "given up"):
@@ -123,7 +129,8 @@ class Links:
 
     # State
 
-    async def _watch(self, name: str, poke: asyncio.Event) -> None:
+    async def _watch(self, name: str) -> None:
+        poke = self._pokes.setdefault(name, asyncio.Event())
         while self.pool.fleet.engines[name].state is not EngineState.GONE:
             poke.clear()
             await self._ask(name)

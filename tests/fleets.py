@@ -72,10 +72,12 @@ class Sim:
         hook = f"middleware_{id(self)}"
         setattr(sys.modules[__name__], hook, lambda app: ReplicaMiddleware(app, environ))
         app = application(self.engine, lambda: None, environ, [f"{__name__}.{hook}"])
-        self._frozen = asyncio.Event()
+        self._frozen, self._waiting = asyncio.Event(), asyncio.Event()
         self._frozen.set()
 
         async def freezable(scope: Any, receive: Any, send: Any) -> None:
+            if not self._frozen.is_set():
+                self._waiting.set()
             await self._frozen.wait()
             await app(scope, receive, send)
 
@@ -103,6 +105,11 @@ class Sim:
     def freeze(self) -> None:
         """Answers nothing more, as after SIGSTOP; connections stay."""
         self._frozen.clear()
+        self._waiting.clear()
+
+    async def asked(self) -> None:
+        """Returns once somebody waits for an answer of it while it is frozen."""
+        await self._waiting.wait()
 
     def thaw(self) -> None:
         self._frozen.set()

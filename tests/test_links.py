@@ -115,6 +115,33 @@ def test_a_replica_that_hangs_is_given_up_and_its_completions_go_elsewhere(
     asyncio.run(main())
 
 
+def test_an_engine_that_comes_back_while_it_is_still_looked_at_is_used_again(
+    tmp_path: Path, moto_bucket: MotoBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs, so a look at it takes its whole time; meanwhile it leaves the set and is named again."""
+    monkeypatch.setattr(links, "POLL_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(fleet, "DEAD_AFTER_S", 600.0)
+
+    async def main() -> None:
+        async with run_of(tmp_path, moto_bucket.environ) as run:
+            proxy = await run.proxy()
+            await run.sync(proxy, 1)
+            urls = {sim.name: sim.url for sim in run.sims}
+            run.sims[1].freeze()
+            await run.sims[1].asked()
+            assert (await proxy.call("POST", "/asyncgrpo/replicas", {"replicas": {"0": urls["0"]}}))[0] == 200
+
+            async def gone() -> bool:
+                return (await proxy.states())["1"] == "gone"
+
+            await until(gone)
+            assert (await proxy.call("POST", "/asyncgrpo/replicas", {"replicas": urls}))[0] == 200
+            run.sims[1].thaw()
+            await proxy.until_served(1, "0", "1")
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_fails_every_completion_attracts_none(tmp_path: Path, moto_bucket: MotoBucket) -> None:
     async def main() -> None:
         async with run_of(tmp_path, moto_bucket.environ) as run:
