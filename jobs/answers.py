@@ -6,7 +6,7 @@ from jobs.connections import BrokenOff, Response
 from jobs.dispatch import Job
 from jobs.streams import Events, aborted, failed
 from jobs.upstream import response_headers
-from jobs.verdict import Answer, Blame, Elsewhere, judge_completion, judge_status, plain, renamed
+from jobs.verdict import Answer, Blame, Elsewhere, here, judge_completion, judge_status, of_the_path, plain, renamed
 
 
 @dataclass(slots=True)
@@ -31,9 +31,10 @@ async def take_answer(response: Response, job: Job) -> Answer:
     finally:
         response.close()
     headers, body = plain(response_headers(response.headers), body)
-    judge_status(response.status, body)
-    if response.status >= 400:
-        return Answer(response.status, headers, body)
+    if job.judged or not of_the_path(response.status, body):
+        judge_status(response.status, body)
+    if not 200 <= response.status < 300:
+        return Answer(response.status, here(headers), body)
     tokens = judge_completion(body, job.choices) if job.judged else 0
     return Answer(response.status, headers, renamed(body, job.name, job.public, 1), tokens)
 

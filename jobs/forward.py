@@ -4,7 +4,7 @@ from jobs.asgi import Scope, Send, respond_error, target
 from jobs.connections import BrokenOff, Headers
 from jobs.dispatch import Dispatcher
 from jobs.upstream import request_headers, response_headers
-from jobs.verdict import Elsewhere
+from jobs.verdict import Elsewhere, here
 
 
 async def forward(dispatcher: Dispatcher, ours: Headers, scope: Scope, body: bytes, send: Send) -> None:
@@ -25,7 +25,7 @@ async def forward(dispatcher: Dispatcher, ours: Headers, scope: Scope, body: byt
                 return
             continue
         try:
-            start = {"status": response.status, "headers": response_headers(response.headers)}
+            start = {"status": response.status, "headers": here(response_headers(response.headers))}
             await send({"type": "http.response.start", **start})
             while chunk := await response.read_some():
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -24,6 +24,11 @@ REFUSED = frozenset({401, 403, 407})
 """The engine or its gateway does not take our credentials: no fault of the client's."""
 
 
+PATHS_OWN = frozenset({301, 302, 303, 307, 308, 405, 501})
+"""What says something about a path, and nothing about the engine that is asked for it."""
+_RELATIVE = re.compile(rb"^https?://[^/]*(?=/)")
+
+
 class Blame(Enum):
     """What an answer that is no result says about the engine."""
 
@@ -70,6 +75,20 @@ def judge_status(status: int, body: bytes) -> None:
         raise Elsewhere(words, Blame.NOTHING)
     if not 400 <= status < 500 or status in REFUSED:
         raise Elsewhere(words, Blame.ENGINE)
+
+
+def of_the_path(status: int, body: bytes) -> bool:
+    """Whether an engine says by this that it has no such path, or has it elsewhere: to a request that may be for any
+    path, that is its answer. vLLM says 404 in JSON (`detail`, or `error`), a gateway that has lost its Job in HTML.
+    """
+    if status in PATHS_OWN:
+        return True
+    return status == 404 and body[:1] == b"{" and b"does not exist" not in body
+
+
+def here(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Headers of a redirect that leads to the same server, as the client sees it: an engine knows its own address."""
+    return [(name, _RELATIVE.sub(b"", value) if name == b"location" else value) for name, value in headers]
 
 
 def judge_completion(body: bytes, choices: int = 1) -> int:

@@ -234,6 +234,22 @@ def test_any_other_path_is_one_engine_s(tmp_path: Path, moto_bucket: MotoBucket)
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/completion", "/v1/completions/"])
+def test_a_path_that_engines_lack_is_no_engines_fault(tmp_path: Path, moto_bucket: MotoBucket, path: str) -> None:
+    """Their 404 is the answer, and so is a redirect, which leads back to the proxy."""
+
+    async def main() -> None:
+        async with run_of(tmp_path, moto_bucket.environ) as run:
+            proxy = await run.proxy()
+            status, answer = await proxy.call("POST", path, {"model": "tiny", "prompt": "x"})
+            assert (status, answer.get("detail")) == ((200, None) if path.endswith("/") else (404, "Not Found"))
+            assert set((await proxy.states()).values()) == {"ready"}
+            replicas = (await proxy.status())["replicas"]
+            assert [replica["reason"] for replica in replicas] == [None, None]
+
+    asyncio.run(main())
+
+
 def environ(bucket: MotoBucket, **values: str) -> dict[str, str]:
     return {**bucket.environ, "ASYNCGRPO_RUN": RUN, "ASYNCGRPO_KEY": KEY, **values}
 

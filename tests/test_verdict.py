@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.verdict import Blame, Elsewhere, judge_completion, judge_status, plain, renamed
+from jobs.verdict import (
+    Blame,
+    Elsewhere,
+    here,
+    judge_completion,
+    judge_status,
+    of_the_path,
+    plain,
+    renamed,
+)
 
 
 def completion(
@@ -103,6 +112,30 @@ def test_statuses(status: int, body: bytes, blame: Blame | None) -> None:
     with pytest.raises(Elsewhere) as caught:
         judge_status(status, body)
     assert caught.value.blame is blame
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "verdict"),
+    [
+        (404, b'{"detail":"Not Found"}', True),
+        (404, b"<html>no such Job</html>", False),
+        (404, b'{"error":{"message":"The model `x` does not exist."}}', False),
+        (307, b"", True),
+        (405, b'{"detail":"Method Not Allowed"}', True),
+        (501, b"", True),
+        (503, b"", False),
+        (429, b"", False),
+        (401, b"{}", False),
+    ],
+)
+def test_what_an_engine_says_of_a_path(status: int, body: bytes, verdict: bool) -> None:
+    assert of_the_path(status, body) is verdict
+
+
+def test_a_redirect_leads_to_whom_was_asked() -> None:
+    headers = [(b"location", b"http://10.0.0.7:8001/v1/completions?x=1"), (b"x", b"http://a/b")]
+    assert here(headers) == [(b"location", b"/v1/completions?x=1"), (b"x", b"http://a/b")]
+    assert here([(b"location", b"/docs")]) == [(b"location", b"/docs")]
 
 
 def test_names_are_put_back_where_they_name_the_model() -> None:
