@@ -156,6 +156,16 @@ class Leader:
         self.crew, self.leadership = crew, leadership
         self._bucket, self._run, self._replicas, self._clock = bucket, run, replicas, clock
         self._leaving: dict[int, float] = {}
+        self._adopted = False
+
+    def leads(self) -> bool:
+        """Whether this process leads, after another try to. Asks the bucket alone, for the Hub counts every call."""
+        try:
+            self.leadership.hold()
+        except (BucketError, ValueError) as error:  # no answer, or one that is no record
+            log.warning("leading the run: %s", error)
+        self._adopted = self._adopted and self.leadership.held
+        return self.leadership.held
 
     def tend(self, jobs: Mapping[str, JobInfo], proxy: Mapping[str, Any]) -> bool:
         """Does what is due for the replicas, if this process leads; returns whether it does.
@@ -163,16 +173,16 @@ class Leader:
         `jobs` is a listing of the run's Jobs, `proxy` the proxy's last status. A bucket that does not answer delays
         what is due; in a run that was ended or stopped nothing is.
         """
+        if not self.leads():
+            return False
         try:
-            led_before = self.leadership.held
-            if not self.leadership.hold():
-                return False
-            if not led_before:
+            if not self._adopted:
                 self.crew.adopt(jobs)
+                self._adopted = True
             if not lease.ended(self._bucket, self._run):
                 self._number(proxy)
                 self.crew.tend(jobs)
-        except BucketError as error:
+        except (BucketError, ValueError) as error:
             log.warning("leading the run: %s", error)
         return self.leadership.held
 
@@ -251,6 +261,8 @@ class StandIn:
 
     def look(self) -> None:
         """One look: leads if nobody else does."""
+        if not self.leader.leads():
+            return
         jobs = self.leader.crew.jobs()
         progress = _read(self._bucket, progress_key(self._run))
         if not self.leader.tend(jobs, progress.get("proxy") or {}):
@@ -290,6 +302,8 @@ class StandIn:
                 self.look()
             except (AsyncgrpoError, *hub.UNSURE) as error:
                 log.warning("leading the run: %s", error)
+            except Exception:  # whatever it was: without this thread nobody would keep the run together
+                log.exception("leading the run")
 
 
 def trainer_of(jobs: Mapping[str, JobInfo]) -> JobInfo | None:

@@ -129,6 +129,20 @@ def test_replicas_join_and_drain_while_the_run_goes_on(emulator: Emulator) -> No
     crew.cancel()
 
 
+def test_who_does_not_lead_asks_the_hub_nothing(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every replica looks every 10 s, and the Hub counts the calls of all of them together."""
+    bucket, crew = Bucket(emulator.bucket), make_crew(emulator, SLEEP)
+    assert lead(emulator, make_crew(emulator, SLEEP)).leads()
+    monkeypatch.setattr(Crew, "jobs", lambda self: pytest.fail("it lists the run's Jobs"))
+    StandIn(bucket, "run", lead(emulator, crew, "replica 0"), JobSettings()).look()
+
+
+def test_a_record_that_cannot_be_read_is_nobodys_lead(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    bucket.put(leader_module.leader_key("run"), b"<html>")
+    leader = Leader(bucket, "run", None, 2, Leadership(bucket, "run", "trainer", 60))  # type: ignore[arg-type]
+    assert not leader.leads() and "leading the run: " in caplog.text
+
+
 def test_a_job_of_the_run_leads_when_the_launcher_has_gone(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes over the Jobs, starts a dead replica and a killed trainer again, and knows when the run is over."""
     bucket, first = Bucket(emulator.bucket), make_crew(emulator, SLEEP)
