@@ -130,15 +130,18 @@ class LiveMount:
     def step(self) -> None:
         """Upload what the Job wrote and finished, then show what has become due."""
         self._upload(finished_only=True)
+        errors = []
         for path, etag in self._arrivals.now(self._list(), self._clock()).items():
             if etag is not None:
                 try:
                     self._show(path)
-                except Exception:
+                except Exception as error:
                     self._arrivals.shown.pop(path)  # throttled, or gone meanwhile: it is noticed anew
-                    raise
+                    errors.append(error)
             elif path in self._known:
                 self._hide(path)
+        if errors:
+            raise errors[0]
 
     def flush(self) -> None:
         """Upload all that is left: the Job is over."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from emulator import live_mount
 from emulator.live_mount import Arrivals, Lag, LiveMount
 from jobs.bucket import Bucket, BucketSettings
-from jobs.errors import BucketError
+from jobs.errors import BucketError, NotFound
 
 PATHS = st.sampled_from(["a", "b", "d/c"])
 
@@ -154,6 +154,19 @@ def test_a_file_that_could_not_be_read_comes_later(settings, tmp_path, monkeypat
             mount.step()
     mount.step()
     assert content(mount.directory) == {"x": b"1"}
+
+
+def test_files_that_cannot_be_read_hold_back_no_others(settings, tmp_path, monkeypatch):
+    mount = LiveMount(settings, tmp_path / "m", writable=False, lag=Lag(0, 0))
+    mount.fill()
+    for name in "abcdefgh":
+        Bucket(settings).put(name, b"1")
+    listed = mount._list()
+    Bucket(settings).delete(list("aceg"))
+    monkeypatch.setattr(mount, "_list", lambda: listed)  # they were deleted just after the listing
+    with pytest.raises(NotFound):
+        mount.step()
+    assert content(mount.directory) == dict.fromkeys("bdfh", b"1")
 
 
 def test_a_renamed_directory_comes_in_pieces(settings, tmp_path):
