@@ -97,17 +97,23 @@ class Dispatcher:
         self._connections.close()
 
     def engine_ready(self, engine: str) -> None:
-        """It takes over what the others have only just begun, as much as gives all the same to do."""
+        """It takes over what the others have only just begun, as much as gives all the same to do.
+
+        What was moved least goes first, then the youngest. Engines that come one after the other have to be given the
+        same completions more than once; were it always the last to come that goes on, it would never get anywhere.
+        """
         ready = self.pool.ready()
         work = {each: [guard for guard in self._guards[each] if not guard.abandoned] for each in {*ready, engine}}
-        share = -(-sum(map(len, work.values())) // len(work))
+        share = sum(map(len, work.values())) // len(work)
         lacks = share - len(work[engine])
+        names = {guard.name for guards in work.values() for guard in guards if guard.name is not None}
+        served = {name for name in names if engine in self.pool.candidates(name)}
         now = time.monotonic()
-        for guards in work.values():
-            young = [guard for guard in guards if guard.movable and now - guard.since < YOUNG_S]
-            young.sort(key=lambda guard: guard.since, reverse=True)
+        for guards in sorted(work.values(), key=len, reverse=True):
+            young = [guard for guard in guards if guard.name in served and now - guard.since < YOUNG_S]
+            young.sort(key=lambda guard: (guard.moves, -guard.since))
             for guard in young[: max(0, min(len(guards) - share, lacks))]:
-                guard.abandon()
+                guard.abandon(moved=True)
                 lacks -= 1
 
     def engine_left(self, engine: str) -> None:
@@ -135,7 +141,7 @@ class Dispatcher:
             VersionFailed: no engine can load the version.
         """
         excluded: set[str] = set()
-        failures = 0
+        failures = moves = 0
         since: float | None = None
         last = ""
         while True:
@@ -157,8 +163,13 @@ class Dispatcher:
             decision = self.router.choose(job.name, job.prefix, candidates, job.max_tokens, time.monotonic())
             self._count(decision)
             try:
-                with self.guard(decision.engine, movable=True):
+                with self.guard(decision.engine, job.name, moves):
                     return Taken(await take(await self._send(decision.engine, job)), decision)
+            except Moved as moved:
+                self.router.cancelled(decision)
+                last = f"engine {decision.engine}: {moved}"
+                excluded.add(decision.engine)
+                moves += 1
             except Elsewhere as elsewhere:
                 self.router.cancelled(decision)
                 last = f"engine {decision.engine}: {elsewhere.reason}"
@@ -186,10 +197,10 @@ class Dispatcher:
         """The completion is off, or was no completion."""
         self.router.cancelled(decision)
 
-    def guard(self, engine: str, movable: bool = False) -> "Guard":
-        """A context in which this task works with the engine: left by `Elsewhere` when the engine is given up, and if
-        it is `movable` also when another one is to do this."""
-        return Guard(self._guards[engine], movable)
+    def guard(self, engine: str, name: str | None = None, moves: int = 0) -> "Guard":
+        """A context in which this task works with the engine: left by `Elsewhere` when the engine is given up. With the
+        `name` that the work is under also by `Moved`, when another engine is to do it; `moves` is how often one was."""
+        return Guard(self._guards[engine], name, moves)
 
     async def open(self, engine: str, method: str, path: bytes, headers: Headers, body: bytes) -> Response:
         """Sends one request to one engine and returns its response, of which only the head has been read.
@@ -229,17 +240,25 @@ class Dispatcher:
             self.pool.missing(engine, name)
 
 
+class Moved(Exception):
+    """Another engine is to do this, though nothing is wrong with the one that had begun it."""
+
+    def __init__(self) -> None:
+        super().__init__("moved to an engine that had just become ready")
+
+
 class Guard(AbstractContextManager["Guard"]):
     """While it is entered, `abandon` ends the task's work with one engine, and nothing else of the task."""
 
-    __slots__ = ("_among", "_task", "abandoned", "movable", "since")
+    __slots__ = ("_among", "_moved", "_task", "abandoned", "moves", "name", "since")
 
-    def __init__(self, among: set["Guard"], movable: bool = False) -> None:
+    def __init__(self, among: set["Guard"], name: str | None = None, moves: int = 0) -> None:
         self._among = among
-        self.movable = movable
+        self.name = name
+        self.moves = moves
         self.since = time.monotonic()
         self._task = asyncio.current_task()
-        self.abandoned = False
+        self.abandoned = self._moved = False
 
     def __enter__(self) -> "Guard":
         self._among.add(self)
@@ -253,10 +272,10 @@ class Guard(AbstractContextManager["Guard"]):
             return
         # If the client went away as well, the task was cancelled twice and has to end.
         if self._task.uncancel() == 0 and kind is asyncio.CancelledError:
-            raise Elsewhere("given up while it worked on this", Blame.NOTHING) from error
+            raise (Moved() if self._moved else Elsewhere("given up while it worked on this", Blame.NOTHING)) from error
 
-    def abandon(self) -> None:
-        """Ends the work at the next await."""
+    def abandon(self, *, moved: bool = False) -> None:
+        """Ends the work at the next await: the engine is given up, or is well and the work is `moved` elsewhere."""
         if self._task is not None and not self.abandoned:
-            self.abandoned = True
+            self.abandoned, self._moved = True, moved
             self._task.cancel()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from collections import Counter
 from typing import Any
 
 import aiohttp
@@ -297,6 +298,65 @@ def test_a_newcomer_takes_over_what_others_have_just_begun() -> None:
             assert {status for status, _ in await asyncio.gather(*asked)} == {200}
             assert (proxy.count("answered"), proxy.count("lost")) == (30, 0)
             assert proxy.idle()
+
+    asyncio.run(main())
+
+
+def test_engines_of_one_start_lose_nothing_and_share_what_was_parked() -> None:
+    """A move is no failure of an engine, and it is not the same completions that are moved again and again."""
+
+    def balanced(work: list[int]) -> bool:
+        return (sum(work), min(work)) == (50, 50 // len(work))
+
+    async def main() -> None:
+        async with proxied(*[wait_for_end] * 12, limits=Limits(max_redispatches=0)) as proxy:
+            for engine in proxy.engines[1:]:
+                proxy.pool.drop(engine.name)
+            asked = [asyncio.create_task(proxy.complete([n] * 20)) for n in range(50)]
+            for ready in range(1, 13):
+                engines = proxy.engines[:ready]
+                proxy.pool.add(engines[-1].name, engines[-1].url)
+                await until(lambda engines=engines: balanced([engine.open for engine in engines]))
+            assert not any(task.done() for task in asked)
+            tries = Counter(seen.json["prompt"][0] for engine in proxy.engines for seen in engine.seen)
+            assert max(tries.values()) <= 4
+            assert proxy.count("redispatched") == tries.total() - 50
+            assert not proxy.pool.failures
+            for task in asked:
+                task.cancel()
+            await until(proxy.idle)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_given_up_has_failed_what_it_worked_on() -> None:
+    async def main() -> None:
+        async with proxied(wait_for_end, None, limits=Limits(max_redispatches=0)) as proxy:
+            proxy.pool.drop("1")
+            asked = asyncio.create_task(proxy.complete())
+            await until(lambda: proxy.engines[0].open == 1)
+            proxy.pool.give_up("0")
+            status, payload = await asked
+            assert status == 503
+            assert "1 engines failed this completion" in payload["error"]["message"]
+            assert "engine 0: given up while it worked on this" in payload["error"]["message"]
+
+    asyncio.run(main())
+
+
+def test_a_newcomer_takes_over_only_versions_that_it_serves() -> None:
+    async def main() -> None:
+        async with proxied(wait_for_end, wait_for_end) as proxy:
+            proxy.pool.drop("1")
+            asked = [asyncio.create_task(proxy.complete([n] * 20, model=model)) for n in range(5) for model in (V1, V2)]
+            await until(lambda: proxy.engines[0].open == 10)
+            proxy.pool.add("1", proxy.engines[1].url, [V2])
+            await until(lambda: [engine.open for engine in proxy.engines] == [5, 5])
+            assert {seen.json["model"] for seen in proxy.engines[1].seen} == {V2}
+            assert (proxy.count("redispatched"), proxy.engines[0].closed_by_peer) == (5, 5)
+            for task in asked:
+                task.cancel()
+            await until(proxy.idle)
 
     asyncio.run(main())
 
