@@ -5,6 +5,7 @@ user metadata, no checksum headers (some gateways refuse them; our readers verif
 PUT: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
 """
 
+import json
 import logging
 import os
 import random
@@ -18,6 +19,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
+from xml.etree import ElementTree
 
 import certifi
 import urllib3
@@ -44,6 +46,9 @@ _THROTTLED = {"SlowDown", "ServiceUnavailable", "RequestLimitExceeded", "TooMany
 _PASSING = _THROTTLED | {"InternalError", "RequestTimeout", "ConditionalRequestConflict", "OperationAborted"}
 _FAILED_CONDITION = {"PreconditionFailed", "412"}
 _TAKEN = {"BucketAlreadyOwnedByYou", "BucketAlreadyExists"}
+_UNDONE = (S3Error, ServerError, InvalidResponseError, urllib3.exceptions.HTTPError)
+_UNREADABLE = (ElementTree.ParseError, ValueError)
+"""What reading an answer raises that is not what its status and type say: a gateway's page, or half of an answer."""
 _FIXES = {
     "AuthorizationHeaderMalformed": "Set AWS_REGION to the bucket's region.",
     "RequestTimeTooSkewed": "Set this machine's clock.",
@@ -125,8 +130,8 @@ class Entry(NamedTuple):
 class Bucket:
     """A bucket, or the part of it below a prefix. Synchronous and thread-safe.
 
-    Every call is tried again after throttling, 5xx and connection errors, until `retry_s` is over. `throttled` counts
-    the answers that asked for a slower pace.
+    Every call is tried again after throttling, 5xx, connection errors and answers that cannot be read, until `retry_s`
+    is over. `throttled` counts the answers that asked for a slower pace.
     """
 
     def __init__(self, settings: BucketSettings, retry_s: float = RETRY_S) -> None:
@@ -219,20 +224,30 @@ class Bucket:
         response = self._retried(lambda: self._send("GET", key), f"get {key}")
         return response.data, response.headers.get("etag", "")
 
+    def get_json(self, key: str, within_s: float = 0.0) -> dict[str, Any]:
+        """The JSON object under the key. Bytes that are none (a gateway's page, or nothing, with status 200) are no
+        answer: every object that is read so was written as one. `within_s`: see `get_shown`."""
+        return self._shown(lambda: self.get_json_tagged(key)[0], within_s)
+
+    def get_json_tagged(self, key: str) -> tuple[dict[str, Any], str]:
+        """The same and its etag, for `put_if`."""
+
+        def read() -> tuple[dict[str, Any], str]:
+            response = self._send("GET", key)
+            found = json.loads(response.data)
+            if not isinstance(found, dict):
+                raise ValueError("no JSON object")
+            return found, response.headers.get("etag", "")
+
+        return self._retried(read, f"get {key}")
+
     def get_shown(self, key: str, within_s: float = SHOWN_S) -> bytes:
         """The bytes of an object that was written for sure, though the bucket may show it late.
 
         Raises:
             NotFound: it does not show it within `within_s`.
         """
-        deadline = time.monotonic() + within_s
-        while True:
-            try:
-                return self.get(key)
-            except NotFound:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(SHOWN_POLL_S)
+        return self._shown(lambda: self.get(key), within_s)
 
     def age_s(self, key: str) -> float:
         """Whole seconds since the object was written, by the bucket's own clock: `Date` less `Last-Modified`.
@@ -240,9 +255,13 @@ class Bucket:
         Raises:
             NotFound: no object under the key.
         """
-        headers = self._retried(lambda: self._send("GET", key), f"get {key}").headers
-        now, written = (parsedate_to_datetime(headers[name]) for name in ("date", "last-modified"))
-        return (now - written).total_seconds()
+
+        def read() -> float:
+            headers = self._send("GET", key).headers
+            now, written = (parsedate_to_datetime(headers.get(name, "")) for name in ("date", "last-modified"))
+            return (now - written).total_seconds()
+
+        return self._retried(read, f"get {key}")
 
     def put_file(self, key: str, path: Path) -> str:
         """Writes a file's content, in parts when it is large; returns its etag."""
@@ -290,10 +309,9 @@ class Bucket:
                 query["continuation-token"] = token
 
             def page(query: dict[str, Any] = query) -> Any:
-                return self._execute_on_bucket("GET", query_params=query)
+                return parse_list_objects(self._execute_on_bucket("GET", query_params=query))
 
-            response = self._retried(page, f"list {prefix}")
-            objects, truncated, token, _ = parse_list_objects(response)
+            objects, truncated, token, _ = self._retried(page, f"list {prefix}")
             for each in objects:
                 key = str(each.object_name).removeprefix(below)
                 entries[key] = Entry(str(each.etag), each.size or 0, each.last_modified)
@@ -304,6 +322,16 @@ class Bucket:
         """Deletes objects; a key that is not there is no error."""
         for key in keys:
             self._retried(lambda key=key: self._send("DELETE", key), f"delete {key}")  # type: ignore[misc]
+
+    def _shown(self, get: Callable[[], T], within_s: float) -> T:
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                return get()
+            except NotFound:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(SHOWN_POLL_S)
 
     def _place(self, key: str) -> tuple[str, str]:
         parts = key.split("/")
@@ -341,7 +369,7 @@ class Bucket:
         while True:
             try:
                 return call()
-            except (S3Error, ServerError, InvalidResponseError, urllib3.exceptions.HTTPError) as error:
+            except (*_UNDONE, *_UNREADABLE) as error:
                 reason = self._passing(error, what)
                 if time.monotonic() + pause > deadline:
                     raise BucketError(

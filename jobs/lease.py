@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from jobs.bucket import Bucket
 from jobs.errors import BucketError, NotFound
@@ -49,11 +50,11 @@ def renew(bucket: Bucket, run: str) -> None:
 def keep(bucket: Bucket, run: str) -> bool:
     """Renews the lease unless somebody ended it; False if somebody did."""
     try:
-        content, etag = bucket.get_tagged(lease_key(run))
+        content, etag = bucket.get_json_tagged(lease_key(run))
     except NotFound:
         renew(bucket, run)
         return True
-    if json.loads(content).get("state") == "ended":
+    if content.get("state") == "ended":
         return False
     bucket.put_if(lease_key(run), _beat(), etag)  # one that was changed meanwhile is looked at next time
     return True
@@ -67,7 +68,7 @@ def end(bucket: Bucket, run: str) -> None:
 def ended(bucket: Bucket, run: str) -> bool:
     """Whether the run is over, or was stopped."""
     try:
-        return bool(json.loads(bucket.get(lease_key(run))).get("state") == "ended")
+        return bool(bucket.get_json(lease_key(run)).get("state") == "ended")
     except NotFound:
         return False
 
@@ -85,20 +86,24 @@ class LeaseWatch:
 
     lease_s: float
     started_at: float
-    content: bytes | None = None
+    content: dict[str, Any] | None = None
     changed_at: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.changed_at = self.started_at
 
     def observe(self, content: bytes | None, now: float) -> None:
-        """Notes what the bucket showed; None if it showed nothing or did not answer."""
-        if content is not None and content != self.content:
-            self.content, self.changed_at = content, now
+        """Notes what the bucket showed; None if it showed nothing or did not answer. No JSON object is no answer."""
+        try:
+            told = None if content is None else json.loads(content)
+        except ValueError:
+            return
+        if isinstance(told, dict) and told != self.content:
+            self.content, self.changed_at = told, now
 
     def verdict(self, now: float) -> str | None:
         """Why the replica should end, or None."""
-        if self.content is not None and json.loads(self.content).get("state") == "ended":
+        if self.content is not None and self.content.get("state") == "ended":
             return "the run has ended"
         if now - self.changed_at > self.lease_s:
             return f"the run's lease was not renewed for {self.lease_s:.0f} s"

@@ -145,7 +145,7 @@ def run(environ: Mapping[str, str]) -> int:
 
     Raises:
         ConfigError: this version of vLLM is not supported.
-        RunFailed: an engine ended by itself; with the last lines of its log.
+        RunFailed: an engine ended by itself, with the last lines of its log; or the watch over the lease did.
     """
     bucket = Bucket.from_env(environ)
     spec = RunSpec.read(bucket, environ["ASYNCGRPO_RUN"], SHOWN_S)
@@ -250,7 +250,7 @@ class Replica:
             for engine in self.engines:
                 engine.start()
             watcher.start()
-            return self._watch()
+            return self._watch(watcher)
         finally:
             stop.set()
             processes.end([engine.process for engine in self.engines if engine.process], GRACE_S)
@@ -258,14 +258,17 @@ class Replica:
     def _expire(self, reason: str) -> None:
         self._expired = reason
 
-    def _watch(self) -> int:
+    def _watch(self, watcher: threading.Thread) -> int:
         while True:
+            watched = watcher.is_alive()
             if self._term.wait(POLL_S):
                 log.info("SIGTERM: ending the engines")
                 return 128 + signal.SIGTERM
             if self._expired is not None:
                 log.info("ending the replica: %s", self._expired)
                 return 0
+            if not watched:
+                raise RunFailed("nobody watches the run's lease any more: the replica could outlive its run")
             for number, engine in enumerate(self.engines):
                 status = engine.process.poll() if engine.process else None
                 if status is not None:

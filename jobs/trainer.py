@@ -24,7 +24,7 @@ from typing import Any
 from jobs import attempts, bundle, checkpoints, folders, lease, model_card, model_fetch, processes
 from jobs.bucket import SHOWN_S, Bucket
 from jobs.counters import Counters
-from jobs.errors import BucketError, NotFound, RunFailed
+from jobs.errors import AsyncgrpoError, BucketError, NotFound, RunFailed
 from jobs.leader import StandIn
 from jobs.manifest import CONFIG_FILE
 from jobs.progress import Progress, metrics_key, progress_key
@@ -294,10 +294,11 @@ class Supervisor:
         attempts = sorted(int(key.removeprefix(prefix).removesuffix(".jsonl")) for key in self.bucket.list(prefix))
         files = [self.bucket.get(metrics_key(self.spec.run, each)) for each in attempts if each < self.attempt]
         for file in [*files, self._metrics()]:  # the bucket may show this attempt's late
-            for line in file.splitlines():
-                row = json.loads(line)
-                if isinstance(row.get("step"), int) and "event" not in row:
-                    rows[row["step"]] = row
+            try:
+                read = [json.loads(line) for line in file.splitlines()]
+                rows |= {row["step"]: row for row in read if isinstance(row.get("step"), int) and "event" not in row}
+            except (ValueError, AttributeError) as error:  # a summary without them is better than none
+                log.error("the metrics of an attempt cannot be read: %s", error)
         return [rows[step] for step in sorted(rows)]
 
 
@@ -345,15 +346,15 @@ class Uploads:
                 action = self._waiting.pop(name)
             try:
                 action()
-            except (BucketError, OSError) as error:
-                log.error("%s was not written to the bucket: %s", name, error)
+            except Exception as error:  # whatever it is, the next writes count as much
+                known = isinstance(error, AsyncgrpoError | OSError)
+                log.error("%s was not written to the bucket: %s", name, error, exc_info=not known)
 
 
 def _last_progress(bucket: Bucket, run: str) -> dict[str, Any]:
     """What the last attempt told; nothing if it ended before it could."""
     try:
-        found: dict[str, Any] = json.loads(bucket.get(progress_key(run)))
-        return found
+        return bucket.get_json(progress_key(run))
     except NotFound:
         return {}
 

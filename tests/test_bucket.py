@@ -95,6 +95,50 @@ def test_a19_throttling_is_waited_out_and_counted(
     assert bucket.throttled == 18
 
 
+PAGE = b"<html><body>Service Unavailable<br></body></html>"
+UNREADABLE = {
+    "a page that says it is XML": (503, PAGE, "application/xml"),
+    "XML cut short": (503, SLOW_DOWN[:50], "application/xml"),
+    "a page in latin-1": (502, "<html>hôte indisponible</html>".encode("latin-1"), "text/html"),
+}
+NO_ANSWERS = {
+    "no bytes": (200, b"", "application/json"),
+    "a page": (200, PAGE, "text/html"),
+    "a page that is XML": (200, b"<html><body></body></html>", "application/xml"),
+    "a JSON list": (200, b"[]", "application/json"),
+    "bytes": (200, b"\xff\xfe\xfd", "application/json"),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_an_error_that_cannot_be_read_is_tried_again(store: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_module, "FIRST_PAUSE_S", 0.001)
+    bucket = Bucket(settings(store))
+    for call in (lambda: bucket.put("k", b"x"), lambda: bucket.put_new("k", b"x"), lambda: bucket.get("k")):
+        Store.script = [UNREADABLE[what]] * 3
+        call()
+        assert Store.script == []
+    Store.script = [UNREADABLE[what]] * 1000
+    with pytest.raises(BucketError, match=r"get k: the bucket at .* did not answer as it should"):
+        Bucket(settings(store), retry_s=0.01).get("k")
+
+
+@pytest.mark.parametrize("what", NO_ANSWERS)
+def test_a_listing_or_an_object_that_cannot_be_read_is_asked_for_again(
+    store: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_module, "FIRST_PAUSE_S", 0.001)
+    bucket = Bucket(settings(store))
+    listing = b"<ListBucketResult><Name>plain</Name><Contents><Key>a</Key><Size>1</Size></Contents></ListBucketResult>"
+    Store.script = [NO_ANSWERS[what]] * 2 + [(200, listing, "application/xml")]
+    assert bucket.list("") == ["a"]
+    Store.script = [NO_ANSWERS[what]] * 2 + [(200, b'{"a": 1}', "application/json")]
+    assert bucket.get_json("k") == {"a": 1}
+    Store.script = [NO_ANSWERS[what]] * 1000
+    with pytest.raises(BucketError, match="get k: the bucket at"):
+        Bucket(settings(store), retry_s=0.01).get_json("k")
+
+
 def test_a19_throttling_without_end_is_a_bounded_clear_failure(store: str) -> None:
     Store.script = [(503, SLOW_DOWN, "application/xml")] * 1000
     with pytest.raises(BucketError, match=r"get k: the bucket at .* for 0 s\. Last: SlowDown: Please reduce"):

@@ -1,8 +1,11 @@
 import json
 import threading
 
+import pytest
+
 from jobs import lease
 from jobs.bucket import Bucket, BucketSettings
+from jobs.errors import BucketError
 from jobs.lease import LeaseWatch
 from tests.conftest import MotoBucket
 
@@ -17,6 +20,27 @@ def test_a_lease_counts_from_the_last_change_seen() -> None:
     assert "not renewed for 10 s" in str(watch.verdict(19.1))
     watch.observe(b'{"state": "held", "beat": "2"}', 19.1)
     assert watch.verdict(29) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>maintenance</html>", b"[]", b"null", b"\xff"])
+def test_what_is_no_lease_is_no_sign_of_life(content: bytes) -> None:
+    watch = LeaseWatch(lease_s=10, started_at=0)
+    for at, told in ((0, b'{"state": "held", "beat": "1"}'), (5, content), (8, b'{"state": "held", "beat": "1"}')):
+        watch.observe(told, at)
+        assert watch.verdict(at) is None
+    watch.observe(content, 10.1)
+    assert "not renewed for 10 s" in str(watch.verdict(10.1))
+
+
+def test_a_lease_that_cannot_be_read_expires_and_is_neither_kept_nor_ended(moto_bucket: MotoBucket) -> None:
+    bucket = Bucket.from_env(moto_bucket.environ, retry_s=0.01)
+    bucket.put(lease.lease_key("r"), b"")
+    reasons: list[str] = []
+    lease.watch(bucket, "r", 0.3, threading.Event(), reasons.append)
+    assert reasons == ["the run's lease was not renewed for 0 s"]
+    for look in (lease.keep, lease.ended):
+        with pytest.raises(BucketError, match=r"get runs/r/lease\.json"):
+            look(bucket, "r")
 
 
 def test_a_run_that_ended_ends_its_replicas_at_once() -> None:

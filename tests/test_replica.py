@@ -14,10 +14,11 @@ import requests
 from jobs import lease
 from jobs.bucket import Bucket
 from jobs.bundle import app_dir
+from jobs.errors import RunFailed
 from jobs.http import KEY_HEADER
 from jobs.probe import gpus
 from jobs.recipe import load, override
-from jobs.replica import Place, arguments, engine_command, engine_environment, places
+from jobs.replica import Place, Replica, arguments, engine_command, engine_environment, places
 from jobs.spec import ModelRef, RunSpec, spec_key
 from tests.conftest import MotoBucket, started
 from tests.engines import KEY
@@ -264,6 +265,12 @@ def test_the_end_of_the_run_ends_the_replica(moto_bucket: MotoBucket, tmp_path: 
     with replica(moto_bucket, tmp_path, ports, spec("jobs.lease_s=3")) as process:
         assert process.wait(30) == 0  # nobody renews the lease
     assert "was not renewed for 3 s" in (tmp_path / "log").read_text()
+
+
+def test_a_replica_whose_watch_has_died_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the tests' own stays
+    with pytest.raises(RunFailed, match="nobody watches the run's lease"):
+        Replica().run(lambda stop, expired: None)
 
 
 def test_nothing_of_a_replica_is_left_on_disk(moto_bucket: MotoBucket, tmp_path: Path, ports: list[int]) -> None:
