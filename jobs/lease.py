@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jobs.bucket import Bucket
+from jobs.bucket import SHOWN_POLL_S, Bucket
 from jobs.errors import BucketError, NotFound
 
 log = logging.getLogger(__name__)
@@ -65,12 +65,18 @@ def end(bucket: Bucket, run: str) -> None:
     bucket.put(lease_key(run), json.dumps({"state": "ended"}).encode())
 
 
-def ended(bucket: Bucket, run: str) -> bool:
-    """Whether the run is over, or was stopped."""
-    try:
-        return bool(bucket.get_json(lease_key(run)).get("state") == "ended")
-    except NotFound:
-        return False
+def ended(bucket: Bucket, run: str, within_s: float = 0.0) -> bool:
+    """Whether the run is over, or was stopped. One that goes on again may be shown so only `within_s`."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            if bucket.get_json(lease_key(run)).get("state") != "ended":
+                return False
+        except NotFound:
+            return False
+        if time.monotonic() >= deadline:
+            return True
+        time.sleep(SHOWN_POLL_S)
 
 
 def _beat() -> bytes:

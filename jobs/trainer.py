@@ -52,11 +52,18 @@ def run(environ: Mapping[str, str]) -> int:
     Returns 0 when training finished, 143 when SIGTERM ended it after a checkpoint.
 
     Raises:
-        RunFailed: training, the proxy or every replica failed; says why in their own words.
+        RunFailed: training, the proxy or every replica failed; says why in their own words. Or the run is over, or a
+            newer attempt has begun.
     """
     bucket = Bucket.from_env(environ)
     name = environ["ASYNCGRPO_RUN"]
     spec = RunSpec.read(bucket, name, SHOWN_S)
+    # Whatever starts the roles may start them again after `stop`; only who launches makes a run go on.
+    if lease.ended(bucket, name, SHOWN_S):
+        raise RunFailed(
+            f"run {name} is over, or was stopped. To go on with it, launch it again: asyncgrpo launch RECIPE "
+            f"--run {name} --resume, with --no-jobs on machines of your own."
+        )
     supervisor = Supervisor(bucket, spec, attempts.claim(bucket, name), environ, Path.cwd())
     return supervisor.run()
 
@@ -65,7 +72,8 @@ class Supervisor:
     """One attempt: its two children, and what the bucket is told of them."""
 
     def __init__(self, bucket: Bucket, spec: RunSpec, attempt: int, environ: Mapping[str, str], work_dir: Path) -> None:
-        self.bucket, self.spec, self.attempt = bucket, spec, attempt
+        self.bucket = attempts.Voice(bucket, spec.run, attempt)
+        self.spec, self.attempt = spec, attempt
         self.environ = dict(environ)
         self.work_dir = work_dir / f"attempt-{attempt}"
         self.output_dir = self.work_dir / "output"
@@ -74,7 +82,7 @@ class Supervisor:
         self.progress = Progress(spec.run, attempt, int(spec.recipe.settings.get("max_steps", 0)), time.time())
         if attempt > 1:
             self.progress.resume(_last_progress(bucket, spec.run))
-        self.uploads = Uploads(bucket)
+        self.uploads = Uploads(self.bucket)
         self._listener = _listen()
         self._proxy: subprocess.Popen[bytes] | None = None
         self._proxy_starts: list[float] = []
@@ -90,7 +98,6 @@ class Supervisor:
     def run(self) -> int:
         """See `run` of this module."""
         signal.signal(signal.SIGTERM, lambda *_: self._term.set())
-        lease.renew(self.bucket, self.spec.run)
         self._start_proxy()
         self.uploads.start()
         stand_in = StandIn.from_env(self.bucket, self.spec, "trainer", self.environ)
@@ -107,7 +114,9 @@ class Supervisor:
             self._listener.close()
             self._finish()
             if stand_in is not None:
-                stand_in.close(over=self.progress.state in ("done", "failed"))
+                over = self.progress.state in ("done", "failed") and not self.bucket.superseded
+                stand_in.close(over)
+        self._go_on()
         return status
 
     def _watch(self) -> int:
@@ -115,6 +124,7 @@ class Supervisor:
         next_status = next_lease = 0.0
         kill_at: float | None = None
         while True:
+            self._go_on()
             now = time.monotonic()
             ended = self._training.poll()
             if ended is None and self._proxy is not None and self._proxy.poll() is not None:
@@ -136,6 +146,10 @@ class Supervisor:
             if kill_at is not None and now >= kill_at:
                 self._training.kill()
             self._term.wait(POLL_S) if not self._term.is_set() else time.sleep(POLL_S)
+
+    def _go_on(self) -> None:
+        if self.bucket.superseded:
+            raise attempts.Superseded(self.spec.run, self.attempt)
 
     def _keep_lease(self) -> None:
         if not lease.keep(self.bucket, self.spec.run):
@@ -284,15 +298,15 @@ class Supervisor:
             self.bucket.put(progress_key(run), json.dumps(self.progress.to_dict()).encode())
             if self.progress.state in ("done", "failed"):
                 lease.end(self.bucket, run)
-        except BucketError as error:
+        except (BucketError, attempts.Superseded) as error:
             log.error("the end of the run could not be written to the bucket: %s", error)
 
     def _all_rows(self) -> list[dict[str, Any]]:
         """Metrics of all attempts by step; where attempts overlap, the later one counts."""
         rows: dict[int, dict[str, Any]] = {}
         prefix = f"runs/{self.spec.run}/metrics/"
-        attempts = sorted(int(key.removeprefix(prefix).removesuffix(".jsonl")) for key in self.bucket.list(prefix))
-        files = [self.bucket.get(metrics_key(self.spec.run, each)) for each in attempts if each < self.attempt]
+        numbers = sorted(int(key.removeprefix(prefix).removesuffix(".jsonl")) for key in self.bucket.list(prefix))
+        files = [self.bucket.get(metrics_key(self.spec.run, each)) for each in numbers if each < self.attempt]
         for file in [*files, self._metrics()]:  # the bucket may show this attempt's late
             try:
                 read = [json.loads(line) for line in file.splitlines()]

@@ -66,6 +66,15 @@ def test_watching_a_bucket(moto_bucket: MotoBucket) -> None:
     assert len(reasons) == 2
 
 
+def test_a_lease_that_is_shown_late_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = [b'{"state": "ended"}'] * 2 + [b'{"state": "held"}']
+    bucket = Bucket(BucketSettings("s3://b", "http://127.0.0.1:1", "key", "secret"))
+    monkeypatch.setattr(lease, "SHOWN_POLL_S", 0.0)
+    monkeypatch.setattr(bucket, "get_json", lambda _: json.loads(shown.pop(0)))
+    assert lease.ended(bucket, "run")
+    assert not lease.ended(bucket, "run", within_s=60)
+
+
 def test_a_lease_that_was_ended_is_not_kept(moto_bucket: MotoBucket) -> None:
     bucket = Bucket(BucketSettings.from_env(moto_bucket.environ))
     assert lease.keep(bucket, "run"), "there was none"
