@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.bucket import SHOWN_POLL_S, Bucket
-from jobs.errors import BucketError, NotFound
+from jobs.errors import AsyncgrpoError, BucketError, NotFound
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,18 @@ def keep(bucket: Bucket, run: str) -> bool:
         return False
     bucket.put_if(lease_key(run), _beat(), etag)  # one that was changed meanwhile is looked at next time
     return True
+
+
+def keep_on(keep: Callable[[], None], lease_s: float, stop: threading.Event) -> None:
+    """Calls `keep` often enough for a lease, at once and until `stop`. Runs in a thread; a call that fails is lost."""
+    while True:
+        try:
+            keep()
+        except Exception as error:  # whatever it is, the next one may do
+            known = isinstance(error, AsyncgrpoError)
+            log.error("the lease was not renewed: %s", error, exc_info=not known)
+        if stop.wait(lease_s / RENEWALS_PER_LEASE):
+            return
 
 
 def end(bucket: Bucket, run: str) -> None:

@@ -83,13 +83,14 @@ class Supervisor:
         if attempt > 1:
             self.progress.resume(_last_progress(bucket, spec.run))
         self.uploads = Uploads(self.bucket)
+        self.news = Uploads(self.bucket)  # progress does not wait for a checkpoint, which may take longer than a lease
         self._listener = _listen()
         self._proxy: subprocess.Popen[bytes] | None = None
         self._proxy_starts: list[float] = []
         self._proxy_seen: float | None = None
         self._counters_file = self.work_dir / "counters"
         self._training: subprocess.Popen[bytes] | None = None
-        self._term = threading.Event()
+        self._term, self._over = threading.Event(), threading.Event()
         self._stopped = False
         self._lines_read = 0
         self._saved: set[str] = set()
@@ -98,7 +99,10 @@ class Supervisor:
     def run(self) -> int:
         """See `run` of this module."""
         signal.signal(signal.SIGTERM, lambda *_: self._term.set())
+        keeping = (self._keep_lease, self.spec.recipe.jobs.lease_s, self._over)
+        threading.Thread(target=lease.keep_on, args=keeping, name="lease", daemon=True).start()
         self._start_proxy()
+        self.news.start()
         self.uploads.start()
         stand_in = StandIn.from_env(self.bucket, self.spec, "trainer", self.environ)
         if stand_in is not None:
@@ -121,7 +125,7 @@ class Supervisor:
 
     def _watch(self) -> int:
         assert self._training is not None
-        next_status = next_lease = 0.0
+        next_status = 0.0
         kill_at: float | None = None
         while True:
             self._go_on()
@@ -132,9 +136,6 @@ class Supervisor:
             if now >= next_status or ended is not None:
                 next_status = now + STATUS_S
                 self._report()
-            if now >= next_lease:
-                next_lease = now + self.spec.recipe.jobs.lease_s / lease.RENEWALS_PER_LEASE
-                self.uploads.call("lease", self._keep_lease)
             if ended is not None:
                 return self._ended(ended)
             if fatal := self.progress.proxy.get("fatal"):
@@ -155,6 +156,8 @@ class Supervisor:
         if not lease.keep(self.bucket, self.spec.run):
             self._stopped = True
             self._term.set()
+        if self._training is None:  # fetching what that needs may take longer than a lease, too
+            self._tell()
 
     def _ended(self, status: int) -> int:
         if status == 0 and not self._term.is_set():
@@ -176,8 +179,11 @@ class Supervisor:
         elif self._proxy and self._proxy_seen and time.monotonic() - self._proxy_seen >= HUNG_S:
             log.warning("the proxy has been silent for %g s: killing it", HUNG_S)
             self._proxy.kill()
+        self._tell()
+
+    def _tell(self) -> None:
         self.progress.updated_at = time.time()
-        self.uploads.put(progress_key(self.spec.run), json.dumps(self.progress.to_dict()).encode())
+        self.news.put(progress_key(self.spec.run), json.dumps(self.progress.to_dict()).encode())
 
     def _read_metrics(self) -> None:
         lines = self._metrics().splitlines()
@@ -286,6 +292,8 @@ class Supervisor:
         """Leaves in the bucket all that is worth keeping; a bucket that is away must not hide why the run ended."""
         self._read_metrics()
         self.uploads.close(60.0)
+        self.news.close(60.0)
+        self._over.set()
         run = self.spec.run
         try:
             self.bucket.put(metrics_key(run, self.attempt), self._metrics())

@@ -75,6 +75,19 @@ def test_a_lease_that_is_shown_late_has_not_ended(monkeypatch: pytest.MonkeyPatc
     assert not lease.ended(bucket, "run", within_s=60)
 
 
+def test_a_renewal_that_fails_is_not_the_last() -> None:
+    stop, calls = threading.Event(), []
+
+    def keep() -> None:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            stop.set()
+        raise (BucketError("away"), ZeroDivisionError, BucketError("away"))[len(calls) - 1]
+
+    lease.keep_on(keep, 0.01, stop)
+    assert calls == [0, 1, 2]
+
+
 def test_a_lease_that_was_ended_is_not_kept(moto_bucket: MotoBucket) -> None:
     bucket = Bucket(BucketSettings.from_env(moto_bucket.environ))
     assert lease.keep(bucket, "run"), "there was none"

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,12 +14,13 @@ import pytest
 from jobs import attempts, lease, trainer
 from jobs.bucket import Bucket
 from jobs.errors import RunFailed
+from jobs.progress import progress_key
 from jobs.recipe import load
 from jobs.spec import ModelRef, RunSpec, spec_key
 from jobs.trainer import Supervisor, Uploads
 from tests.conftest import MotoBucket
 
-SPEC = RunSpec("r", load("digit"), ModelRef("hub", "org/model", "digit"))
+SPEC = RunSpec("r", load("digit", None, ["jobs.lease_s=1"]), ModelRef("hub", "org/model", "digit"))
 
 
 @pytest.fixture
@@ -37,6 +39,7 @@ def begin(
     begun: list[Supervisor] = []
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the tests' own stays
     monkeypatch.setattr(Supervisor, "_start_proxy", lambda _: None)
+    monkeypatch.setattr(trainer, "STATUS_S", 0.1)
     monkeypatch.setattr(Supervisor, "_proxy_status", lambda _: None)
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(Supervisor, "_start_training", lambda _: subprocess.Popen(sleep))
@@ -67,6 +70,50 @@ def test_no_failed_write_ends_the_writes_to_come(moto_bucket: MotoBucket) -> Non
     uploads.put("after", b"written")
     uploads.close(5)
     assert bucket.get("after") == b"written"
+
+
+def alive(bucket: Bucket) -> bool:
+    """Whether lease and progress are both written anew while it looks."""
+
+    def beats() -> list[str | None]:
+        entries = bucket.entries("runs/r/")
+        return [entries[key].etag if key in entries else None for key in (lease.lease_key("r"), progress_key("r"))]
+
+    before, deadline = beats(), time.monotonic() + 5
+    while any(now == then for now, then in zip(beats(), before, strict=True)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_lease_and_progress_do_not_wait_for_a_checkpoint(
+    bucket: Bucket, begin: Callable[[], Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, found = begin(), []
+
+    def save(_: Path) -> None:
+        found.append(alive(bucket))
+        attempt._term.set()
+
+    attempt.metrics_file.write_text('{"event": "saved", "path": "checkpoint-1"}\n')
+    monkeypatch.setattr(attempt, "_save", save)
+    assert attempt.run() == 143 and found == [True]
+
+
+def test_lease_and_progress_do_not_wait_for_what_training_needs(
+    bucket: Bucket, begin: Callable[[], Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, found = begin(), []
+    train = attempt._start_training
+
+    def fetch() -> subprocess.Popen[bytes]:
+        found.append(alive(bucket))
+        attempt._term.set()
+        return train()
+
+    monkeypatch.setattr(attempt, "_start_training", fetch)
+    assert attempt.run() == 143 and found == [True]
 
 
 def test_a_run_that_was_stopped_stays_stopped(
