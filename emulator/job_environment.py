@@ -58,9 +58,13 @@ def image_table(entries: Iterable[str], environment: Mapping[str, str]) -> dict[
     images: dict[str, Image] = {}
     for entry in entries:
         pattern, _, named = entry.partition("=")
-        python = Path(named).absolute()  # links are kept: a virtual environment is found from where its link lies
-        if not pattern or not named or not os.access(python, os.X_OK) or not python.is_file():
+        if not pattern or not named:
             raise ConfigError(f"--image {entry!r}: expected PATTERN=PYTHON, such as 'python:*=venv/bin/python'.")
+        python = Path(named).absolute()  # links are kept: a virtual environment is found from where its link lies
+        if not python.is_file():
+            raise ConfigError(f"--image {entry!r}: there is no file {python}. Give the path of a Python interpreter.")
+        if not os.access(python, os.X_OK):
+            raise ConfigError(f"--image {entry!r}: {python} cannot be run. Give the path of a Python interpreter.")
         images.setdefault(pattern, Image(str(python), environment))
     for pattern, image in IMAGES.items():
         images.setdefault(pattern, replace(image, environment=environment))

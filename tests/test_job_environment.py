@@ -152,11 +152,22 @@ def test_a_users_images_come_before_the_one_for_all(tmp_path, monkeypatch):
     assert find_image("ubuntu", image_table([f"*={python}"], {})) == Image(str(python))
 
 
-@pytest.mark.parametrize("entry", ["mine", "mine=", "=python", "mine=nowhere/python", "mine=.", "mine=plain"])
-def test_an_entry_that_names_no_interpreter_is_refused(entry, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("mine", r"expected PATTERN=PYTHON, such as"),
+        ("mine=", r"expected PATTERN=PYTHON, such as"),
+        ("=python", r"expected PATTERN=PYTHON, such as"),
+        ("mine=nowhere/python", r"there is no file /.*/nowhere/python\. Give the path of a Python interpreter"),
+        ("mine=/nope/python", r"there is no file /nope/python\."),
+        ("mine=.", r"there is no file /"),
+        ("mine=plain", r"/plain cannot be run\. Give the path of a Python interpreter"),
+    ],
+)
+def test_an_entry_that_names_no_interpreter_is_refused(entry, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("plain").write_text("not a program")
-    with pytest.raises(ConfigError, match=f"--image '{re.escape(entry)}': expected PATTERN=PYTHON"):
+    with pytest.raises(ConfigError, match=f"--image '{re.escape(entry)}': {words}"):
         image_table([entry], {})
 
 
