@@ -186,6 +186,7 @@ def derived(recipe: Recipe, trainer_gpus: int | None) -> dict[str, Any]:
     batch = completions_per_step(recipe, processes)
     lag = staleness(recipe)
     length, completion = vllm.get("max_model_len"), trainer.get("max_completion_length", MAX_COMPLETION_TOKENS)
+    steps = trainer.get("max_steps", -1)  # -1: num_train_epochs says how long
     said = recipe.stated.config
     overruled = [f"{name} {said[name]} -> {value}" for name, value in recipe.trainer.items() if name in said]
     script = {"script": " ".join([recipe.script.name, *recipe.script.args])} if recipe.script else {}
@@ -204,7 +205,7 @@ def derived(recipe: Recipe, trainer_gpus: int | None) -> dict[str, Any]:
         "longest_prompt_tokens": length - completion if length is not None else "the model's own length - completion",
         "token_budget": trainer.get("token_budget", length if length is not None else "the server's max_model_len"),
         "engines": recipe.replica.count * recipe.replica.engine_count,
-        "syncs": -(-trainer["max_steps"] // trainer.get("weight_sync_steps", 1)) if "max_steps" in trainer else None,
+        "syncs": -(-steps // trainer.get("weight_sync_steps", 1)) if steps > 0 else None,
         "versions_served_at_once": lag + EXTRA_SLOTS,
         "lease_s": recipe.jobs.lease_s,
     }

@@ -90,6 +90,7 @@ def test_values_that_follow() -> None:
         "lease_s": 600,
     }
     assert derived(load("trainer.max_inflight_tasks=-1"), 2)["max_inflight_tasks"] == 512
+    assert derived(load("trainer.max_steps=-1"), 2)["syncs"] is None, "it ends by epochs"
 
 
 def test_the_plan_of_the_published_run(emulator: Emulator) -> None:
