@@ -16,13 +16,14 @@ import atexit
 import dataclasses
 import difflib
 import gc
+import inspect
 import logging
 import multiprocessing.util
 import os
 import sys
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -46,7 +47,7 @@ from jobs.bucket import SHOWN_S, Bucket
 from jobs.errors import ConfigError
 from jobs.hooks import Hooks, Train
 from jobs.ranks import Ranks
-from jobs.recipe import Recipe
+from jobs.recipe import DatasetSource, Recipe
 from jobs.spec import RunSpec
 from jobs.stop import TERMINATED, InterruptibleQueue, Stop, Terminated
 
@@ -60,6 +61,9 @@ SERVER_TIMEOUT_S = 3600.0
 """How long to wait for the first replica. The supervisor and the Job's own limit end a run that waits in vain."""
 OWN_FIELDS = ("output_dir", "vllm_server_base_url", "use_cpu", "dtype")
 """Fields of AsyncGRPOConfig that follow from the rest of the recipe or from the machine."""
+TAKEN_COLUMNS = ("completions", "prompts", "self")
+"""Names that no column of the data set can have, for a reward would get two arguments of that name: TRL (1.14 to 1.16)
+passes its own `completions` and `prompts` beside the columns. Left out are `prompt`, `completion`, `completion_ids`."""
 
 TOLD = ("reward", "ratio", "sample/staleness_mean", "perf/step_s", "perf/weight_sync_s")
 """Metrics that the Job's log has of each step; the journal has all."""
@@ -163,6 +167,11 @@ def _run_script(
         stop.training = False  # what the script does after it is not waited for
         return result
 
+    def attach_checked(trainer: Any) -> None:
+        if trainer.train_dataset is not None:
+            check_rows(trainer.train_dataset, "trainer.script: train_dataset")
+        attach(trainer, recipe, stop, ranks)
+
     check_fields(recipe)
     settings = {
         "disable_tqdm": True,
@@ -175,7 +184,7 @@ def _run_script(
         recipe,
         settings,
         environ["ASYNCGRPO_MODEL_DIR"],
-        lambda trainer: attach(trainer, recipe, stop, ranks),
+        attach_checked,
         train,
         tell=ranks.first,
     )
@@ -271,21 +280,90 @@ def _config(recipe: Recipe, environ: Mapping[str, str], on_cpu: bool, ranks: Ran
         raise ConfigError(f"trainer: TRL refuses these settings: {error}") from error
 
 
-def _dataset(recipe: Recipe) -> "datasets.Dataset":
+def _dataset(recipe: Recipe) -> "datasets.Dataset | datasets.IterableDataset":
     import datasets
 
     source = recipe.dataset
     assert source is not None
+    where = f"dataset.load = {source.load!r}"
     if ":" in source.load:
-        found = rewards.resolve(source.load, "dataset.load")(split=source.split)
+        found = _returned(rewards.resolve(source.load, "dataset.load"), where, source.split)
     else:
+        where += f", split {source.split!r}"
         try:
             found = datasets.load_dataset(source.load, split=source.split)
         except Exception as error:
-            raise ConfigError(f"dataset.load = {source.load!r}, split {source.split!r}: {error}") from error
-    if "prompt" not in (found.column_names or []):
-        raise ConfigError(f"dataset.load = {source.load!r}: no column `prompt`, only {', '.join(found.column_names)}.")
+            raise ConfigError(f"{where}: {error}") from error
+    first = check_rows(found, where)
+    if "prompt" not in first:
+        raise ConfigError(f"{where}: no column `prompt`, only {', '.join(first)}.")
+    prompt_lengths.check_conversation(first["prompt"], 0)
     return found
+
+
+def _returned(function: Callable[..., Any], where: str, split: str) -> "datasets.Dataset | datasets.IterableDataset":
+    """What a data set's function returns; it gets `split` if it takes that. A list of rows becomes a data set.
+
+    Raises:
+        ConfigError: the function raises, or returns something else.
+    """
+    import datasets
+
+    parameters = inspect.signature(function).parameters
+    if "split" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        named = {"split": split}
+    elif split == DatasetSource.split:
+        named = {}
+    else:
+        raise ConfigError(
+            f"dataset.split = {split!r}: the function of {where} takes no `split`. Remove one of the two."
+        )
+    try:
+        found = function(**named)
+    except ConfigError:
+        raise
+    except Exception as error:
+        own = error.__traceback__.tb_next if error.__traceback__ else None
+        log.error("%s failed", where, exc_info=(type(error), error, own))
+        raise ConfigError(f"{where}: {_in_one_line(error)}") from error
+    if isinstance(found, datasets.Dataset | datasets.IterableDataset):
+        return found
+    told = f"a {type(found).__name__}"
+    if isinstance(found, list):
+        if all(isinstance(row, dict) for row in found):
+            try:
+                return datasets.Dataset.from_list(found)
+            except Exception as error:
+                raise ConfigError(f"{where}: its rows make no data set: {_in_one_line(error)}") from error
+        told = "a list with a " + next(type(row).__name__ for row in found if not isinstance(row, dict))
+    raise ConfigError(
+        f"{where}: returned {told}. Return a datasets.Dataset, a datasets.IterableDataset or a list of dicts."
+    )
+
+
+def check_rows(dataset: Any, where: str) -> dict[str, Any]:
+    """Returns the first row of a data set.
+
+    Raises:
+        ConfigError: there is none, it cannot be read, or a column has a name that TRL cannot pass on to the rewards.
+    """
+    try:
+        first: dict[str, Any] | None = next(iter(dataset), None)
+    except Exception as error:
+        log.exception("%s: the first row", where)
+        raise ConfigError(f"{where}: its first row cannot be read: {_in_one_line(error)}") from error
+    if first is None:
+        raise ConfigError(f"{where}: no rows.")
+    if taken := [name for name in first if name in TAKEN_COLUMNS]:
+        raise ConfigError(
+            f"{where}: column `{taken[0]}`: rewards get each column under its name, and this one has another meaning "
+            "there. Rename it where the data set is loaded: rename_column does."
+        )
+    return first
+
+
+def _in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _journal_callback(stop: Stop, ranks: Ranks) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 from safetensors.numpy import load_file
 
@@ -207,6 +208,117 @@ def test_rollouts_end_with_a_killed_trainer(train: Callable[..., Training]) -> N
 
 def broken(completions: list[Any], **_: Any) -> list[float | None]:
     raise RuntimeError("this reward is broken")
+
+
+ASKED = [{"role": "user", "content": "1 + 1?"}]
+
+
+def no_arguments() -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"prompt": [ASKED]})
+
+
+def with_split(split: str) -> list[dict[str, Any]]:
+    return [{"prompt": ASKED, "answer": split}]
+
+
+def any_arguments(**named: Any) -> datasets.IterableDataset:
+    return datasets.IterableDataset.from_generator(with_split, gen_kwargs=named)
+
+
+def raises(split: str) -> datasets.Dataset:
+    raise ValueError(f"no {split}\nhere")
+
+
+def asks_for_more(size: int) -> datasets.Dataset:
+    return no_arguments()
+
+
+def several() -> datasets.DatasetDict:
+    return datasets.DatasetDict({"train": no_arguments()})
+
+
+def texts() -> list[str]:
+    return ["1 + 1?"]
+
+
+def mixed() -> list[dict[str, Any]]:
+    return [{"prompt": ASKED, "answer": 1}, {"prompt": ASKED, "answer": [2]}]
+
+
+def empty() -> list[dict[str, Any]]:
+    return []
+
+
+def empty_stream() -> datasets.IterableDataset:
+    return datasets.IterableDataset.from_generator(empty)
+
+
+def broken_stream() -> datasets.IterableDataset:
+    return datasets.IterableDataset.from_generator(raises, gen_kwargs={"split": "train"})
+
+
+def own_completions() -> datasets.Dataset:
+    return no_arguments().add_column("completions", ["2"])
+
+
+def own_self() -> datasets.Dataset:
+    return no_arguments().add_column("self", ["2"])
+
+
+def plain_text() -> list[dict[str, Any]]:
+    return [{"prompt": "1 + 1?"}]
+
+
+def question() -> list[dict[str, Any]]:
+    return [{"question": "1 + 1?", "answer": "2"}]
+
+
+def dataset_of(function: str, *overrides: str) -> Any:
+    from jobs.train import _dataset
+
+    return _dataset(load("digit", overrides=[f"dataset.load='{__name__}:{function}'", *overrides]))
+
+
+def test_a_function_of_a_data_set_takes_split_or_not_and_may_return_a_list() -> None:
+    assert dataset_of("no_arguments")["prompt"][0] == ASKED
+    assert dataset_of("with_split", "dataset.split='test'")["answer"][0] == "test"
+    assert [row["answer"] for row in dataset_of("any_arguments")] == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raises", "ValueError: no train here"),
+        ("asks_for_more", "TypeError: asks_for_more() missing 1 required positional argument: 'size'"),
+        (
+            "several",
+            "returned a DatasetDict. Return a datasets.Dataset, a datasets.IterableDataset or a list of dicts.",
+        ),
+        ("texts", "returned a list with a str. Return a datasets.Dataset,"),
+        ("mixed", "its rows make no data set: Arrow"),
+        ("empty", "no rows."),
+        ("empty_stream", "no rows."),
+        ("broken_stream", "its first row cannot be read: "),
+        ("own_completions", "column `completions`: rewards get each column under its name"),
+        ("own_self", "column `self`: "),
+        ("question", "no column `prompt`, only question, answer."),
+    ],
+)
+def test_a_data_set_that_cannot_be_trained_on_is_named(function: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dataset_of(function)
+    assert str(caught.value).startswith(f"dataset.load = '{__name__}:{function}': {words}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_that_is_text_is_refused_before_the_server_is_waited_for() -> None:
+    with pytest.raises(ConfigError, match=r"the prompt of row 0 is '1 \+ 1\?', not a conversation"):
+        dataset_of("plain_text")
+
+
+def test_a_split_that_a_function_does_not_take_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"dataset.split = 'test': the function of .*:no_arguments' takes no `split`"):
+        dataset_of("no_arguments", "dataset.split='test'")
 
 
 @pytest.mark.parametrize(
