@@ -14,6 +14,7 @@ bundle.activate()
 import click  # noqa: E402 (the bundled packages must be findable first)
 
 from jobs.errors import AsyncgrpoError  # noqa: E402
+from jobs.logs import outlive_readers  # noqa: E402
 
 
 class Commands(click.Group):
@@ -47,6 +48,7 @@ def main() -> None:
     Example:
       asyncgrpo emulate digit
     """
+    outlive_readers()
 
 
 TRANSPORT = click.option(

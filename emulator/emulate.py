@@ -24,7 +24,7 @@ from emulator.job_environment import Image, find_image, image_table
 from emulator.live_mount import LAG, Lag
 from emulator.profiles import PROFILES
 from emulator.serve import Emulator
-from jobs import live, logs, machine, model_fetch, plot, preflight, probe, recipe, reward_server, tiny
+from jobs import live, logs, machine, model_fetch, plot, preflight, probe, recipe, record, reward_server, tiny
 from jobs.bucket import BucketSettings
 from jobs.cache import cache_dir
 from jobs.errors import AsyncgrpoError, ConfigError, NotFound
@@ -90,13 +90,16 @@ def emulate(options: Options) -> int:
         )
     images = image_table(options.images, gpus.image_environment(os.environ) if devices else {})
     preflight.check(resolve(chosen), local=True, pythons=_pythons(chosen, images))
-    folder = Path("runs", run)
-    if (folder / "summary.json").exists():
-        raise ConfigError(f"{folder} already holds a finished run: choose another name with --run.")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = record.folder(run)
+    if (folder / record.SUMMARY).exists():
+        raise ConfigError(f"{folder} already holds a run: choose another name with --run, or remove it.")
     with interruptible():
         try:
             summary = _run(options, chosen, run, folder, bucket, devices, images, faults, started_at)
+        except AsyncgrpoError:
+            if options.as_json and (told := record.read(folder)):
+                click.echo(json.dumps(told))
+            raise
         except KeyboardInterrupt:
             click.echo("interrupted: every Job was cancelled", err=True)
             return INTERRUPTED
@@ -171,21 +174,20 @@ def _run(
                     summary = launch.follow(look)
                     with contextlib.suppress(NotFound):
                         launch.fetch_final(folder)
-                except AsyncgrpoError:
-                    summary = launch.summary()
+                except AsyncgrpoError as error:
+                    summary = launch.summary() | {"error": str(error)}
                     raise
     finally:
         orphans = emulator.stop()
-        if seen:
-            progress = seen[-1].progress
-            first = progress.get("first_step_at")
+        if seen or summary:
+            progress = seen[-1].progress if seen else {}
             summary |= {
                 "wall_s": round(time.time() - started_at, 2),
-                "first_step_s": round(first - started_at, 2) if first else None,
+                "first_step_s": record.since(started_at, progress.get("first_step_at")),
                 "orphans": len(orphans),
                 "faults": options.faults,
             }
-            (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            record.write(folder, summary)
             plot.reward_plot(progress.get("history") or [], f"{chosen.name}: {run}", folder / "reward.png")
     return summary
 
@@ -235,7 +237,7 @@ def _tell(summary: dict[str, Any], folder: Path, as_json: bool) -> None:
     first, last = summary.get("reward_first"), summary.get("reward_last")
     if first is not None and last is not None:
         click.echo(f"reward {first:.3f} -> {last:.3f} in {summary['steps']} steps, {summary['wall_s']:.0f} s", err=True)
-    click.echo(f"summary: {folder / 'summary.json'}", err=True)
+    click.echo(f"summary: {folder / record.SUMMARY}", err=True)
     if (folder / "final").exists():
         click.echo(f"adapter: {folder / 'final'}", err=True)
     if (folder / "reward.png").exists():

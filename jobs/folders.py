@@ -29,7 +29,7 @@ def listed(bucket: Bucket, prefix: str, within_s: float = 0.0) -> Iterator[tuple
         NotFound: there is none, or its upload never finished; not within `within_s`.
         ConfigError: a name leaves the folder.
     """
-    for name, file in json.loads(bucket.get_shown(f"{prefix}/{COMPLETE}", within_s))["files"].items():
+    for name, file in bucket.get_json(f"{prefix}/{COMPLETE}", within_s)["files"].items():
         if name.startswith("/") or ".." in name.split("/"):
             raise ConfigError(f"{prefix}: file name {name!r} leaves its folder.")
         yield name, int(file["size"]), str(file["sha256"])

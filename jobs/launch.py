@@ -288,17 +288,27 @@ class Launch:
         folders.receive(self.bucket, final_prefix(self.run), folder / "final", SHOWN_S)
 
     def summary(self, within_s: float = 0.0) -> dict[str, Any]:
-        """The summary as the trainer left it in the bucket; every field null where it left none."""
+        """The summary as the trainer left it in the bucket, or what is known without one.
+
+        A replica that was started again had died, whether a proxy lived to see it or not.
+        """
         try:
-            found: dict[str, Any] = json.loads(self.bucket.get_shown(summary_key(self.run), within_s))
+            found = self.bucket.get_json(summary_key(self.run), within_s)
         except NotFound:
-            found = {**dict.fromkeys(FIELDS), "run": self.run, "recipe": self.recipe.name, "engine": self.engine}
-        return {**found, "bucket": self.site.bucket.url}
+            found = {
+                **dict.fromkeys(FIELDS),
+                "run": self.run,
+                "recipe": self.recipe.name,
+                "engine": self.engine,
+                "transport": self.transport,
+                "replicas": self.recipe.replica.count,
+            }
+        deaths = max(found["replica_deaths"] or 0, self.crew.restarts)
+        return {**found, "bucket": self.site.bucket.url, "replica_deaths": deaths}
 
     def _progress(self) -> dict[str, Any]:
         try:
-            progress: dict[str, Any] = json.loads(self.bucket.get(progress_key(self.run)))
-            return progress
+            return self.bucket.get_json(progress_key(self.run))
         except NotFound:
             return {}
 

@@ -27,12 +27,13 @@ from jobs import (
     preflight,
     probe,
     recipe,
+    record,
     replica,
     reward_server,
     tiny,
 )
 from jobs.bucket import BucketSettings
-from jobs.errors import ConfigError, NotFound
+from jobs.errors import ConfigError, NotFound, RunFailed
 from jobs.interrupts import INTERRUPTED, interruptible
 from jobs.launch import Glance, Launch
 from jobs.recipe import Recipe
@@ -83,6 +84,8 @@ def launch(options: Options, environ: Mapping[str, str]) -> int:
     run = labels.run_name(wanted)
     if run != wanted:
         _say(f"run {wanted!r} is called {run} in the bucket, in labels and on the wire")
+    if options.no_jobs and options.dry_run:
+        raise ConfigError("--dry-run shows the plan of the Jobs, and --no-jobs starts none: leave one of them out.")
     if options.no_jobs:
         return _prepare(options, environ, chosen, run)
     if options.dry_run:
@@ -115,8 +118,8 @@ def _prepare(options: Options, environ: Mapping[str, str], chosen: Recipe, run: 
     Launch(site, chosen, run, "vllm", None, options.seed, options.transport, options.resume).claim(_model_dir(chosen))
     own = {"ASYNCGRPO_RUN": run, "ASYNCGRPO_KEY": secrets.token_hex(32)}
     own |= reward_server.secrets(environ)
-    for name, value in {**settings.environment(), **settings.secrets(), **own}.items():
-        _print(f"{name}={value}")
+    environment = {**settings.environment(), **settings.secrets(), **own}
+    _print(json.dumps(environment) if options.as_json else "\n".join(f"{k}={v}" for k, v in environment.items()))
     return 0
 
 
@@ -166,6 +169,7 @@ def make_plan(started: Launch, hardware: list[JobHardwareInfo]) -> plan.Plan:
 def _start(started: Launch, options: Options, made: plan.Plan) -> int:
     began_at = time.time()
     model_dir = _model_dir(started.recipe)
+    folder = record.folder(started.run) if options.follow else Path()
     with started:
         started.start(model_dir)
         _say(f"run {started.run}: {_count(started.recipe)} started, {_usd(made)}")
@@ -184,19 +188,23 @@ def _start(started: Launch, options: Options, made: plan.Plan) -> int:
             glances[:] = [glance]
             view.show(glance)
 
-        with live.view() as view:
-            summary = started.follow(look)
+        try:
+            with live.view() as view:
+                summary = started.follow(look)
+        except RunFailed as error:
+            summary = started.summary() | {"wall_s": round(time.time() - began_at, 2), "error": str(error)}
+            record.write(folder, summary)
+            if options.as_json:
+                _print(json.dumps(summary))
+            raise
         prices = costs.usd_per_minute(hub.patiently(started.site.hub().list_jobs_hardware))
-        first_step_at = glances[-1].progress.get("first_step_at")
         summary |= {
             "wall_s": round(time.time() - began_at, 2),
-            "first_step_s": round(first_step_at - began_at, 2) if first_step_at else None,
+            "first_step_s": record.since(began_at, glances[-1].progress.get("first_step_at")),
             "cost_usd": costs.of_jobs(glances[-1].jobs.values(), prices),
         }
-    folder = Path("runs", started.run)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    _say(f"summary: {folder / 'summary.json'}")
+    record.write(folder, summary)
+    _say(f"summary: {folder / record.SUMMARY}")
     with contextlib.suppress(NotFound):
         started.fetch_final(folder)
         _say(f"adapter: {folder / 'final'}")

@@ -260,7 +260,6 @@ def _order(job: JobInfo) -> tuple[bool, str, int, int]:
 
 def _read(bucket: Bucket, key: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(bucket.get(key))
-        return found
+        return bucket.get_json(key)
     except NotFound:
         return {}

@@ -46,8 +46,9 @@ FIELDS = [
     "cost_usd",
     "bottleneck",
     "advice",
+    "error",
 ]
-"""Every field, in the order they are printed. One that does not apply is null."""
+"""Every field, in the order they are printed. One that does not apply is null; `error` says why a run failed."""
 
 FRACTIONS = ("affinity", "cold", "spilled")
 """Fields that are numbers of decisions in a `Tally`."""
@@ -82,7 +83,7 @@ def summarize(spec: RunSpec, progress: Mapping[str, Any], rows: Sequence[Mapping
         "ratio_min": min(ratios, default=None),
         "ratio_max": max(ratios, default=None),
         "staleness_mean": _mean(_column(rows, "sample/staleness_mean")),
-        "stale_dropped": _last(rows, "sample/dropped_stale_total"),
+        "stale_dropped": round(sum(_column(rows, "sample/dropped_stale_total"))) if rows else None,
         "weight_sync_s_p50": statistics.median(syncs) if syncs else None,
         "weight_sync_s_max": max(syncs, default=None),
         "trainer_resumes": (progress.get("attempt") or 1) - 1,
@@ -101,11 +102,6 @@ def _column(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
-
-
-def _last(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    column = _column(rows, name)
-    return column[-1] if column else None
 
 
 def _rounded(value: Any) -> Any:

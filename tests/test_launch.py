@@ -11,6 +11,7 @@ import asyncgrpo
 from emulator.serve import Emulator
 from jobs import bundle, lease
 from jobs import crew as crew_module
+from jobs import launch as launch_module
 from jobs import recipe as recipes
 from jobs.bucket import Bucket
 from jobs.errors import AsyncgrpoError, ConfigError, RunFailed
@@ -179,6 +180,7 @@ def test_the_command_follows_a_run_to_its_summary(
     site: Site, emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch_module, "SHOWN_S", 1.0)  # these roles leave no adapter, and it is waited for
     flavors = [f"jobs.{role}_flavor=cpu-basic" for role in ("trainer", "replica")]
     sets = [word for each in [*flavors, "trainer.max_steps=3"] for word in ("--set", each)]
     args = ["launch", "digit", "--run", "commanded", *sets, "--json"]
@@ -191,6 +193,10 @@ def test_the_command_follows_a_run_to_its_summary(
     assert json.loads((tmp_path / "runs/commanded/summary.json").read_text()) == summary
     again = CliRunner().invoke(asyncgrpo.main, args, env=emulator.environment())
     assert again.exit_code == 2 and "choose another with --run" in again.output
+    wrong = ["launch", "digit", "--run", "fails-followed", *sets, "--set", 'description="fails"', "--json", "--follow"]
+    failed = CliRunner().invoke(asyncgrpo.main, wrong, env=emulator.environment())
+    kept = json.loads((tmp_path / "runs/fails-followed/summary.json").read_text())
+    assert failed.exit_code == 3 and json.loads(failed.stdout) == kept and "its reasons" in kept["error"]
     left = CliRunner().invoke(asyncgrpo.main, ["launch", "digit", "--run", "left", *sets], env=emulator.environment())
     assert left.exit_code == 0 and "next: asyncgrpo status left" in left.stderr
     until(lambda: alive(site, "left") == [])
@@ -222,3 +228,7 @@ def test_a_run_for_machines_of_ones_own_is_claimed_without_jobs(site: Site, emul
         assert refused.exit_code == 2 and words in refused.stderr
     refused = CliRunner().invoke(asyncgrpo.main, ["launch", "digit", "--resume"], env=without_hub)
     assert refused.exit_code == 2 and "Name it with --run" in refused.stderr
+    refused = CliRunner().invoke(asyncgrpo.main, ["launch", "digit", "--no-jobs", "--dry-run"], env=without_hub)
+    assert refused.exit_code == 2 and "leave one of them out" in refused.stderr
+    as_json = CliRunner().invoke(asyncgrpo.main, [*args, "--resume", "--json"], env=without_hub)
+    assert json.loads(as_json.stdout)["ASYNCGRPO_RUN"] == "own-hosts"

@@ -31,7 +31,7 @@ def test_figures_come_from_the_rows_and_the_proxy() -> None:
         for step in range(1, 21)
     ]
     rows[3]["reward"] = float("nan")
-    rows[-1]["sample/dropped_stale_total"] = 5.0
+    rows[4]["sample/dropped_stale_total"], rows[-1]["sample/dropped_stale_total"] = 3.0, 2.0  # each since the last row
     replicas: list[dict[str, Any]] = [{"deaths": 1, "rejoins": 1}, {"deaths": 0, "rejoins": 0}]
     proxy = {
         "replicas": replicas,
@@ -45,12 +45,16 @@ def test_figures_come_from_the_rows_and_the_proxy() -> None:
     assert summary["reward_first"] == 0.05 and summary["reward_last"] == 1.0  # tenth of 19 rewards: one
     assert (summary["ratio_min"], summary["ratio_max"]) == (1.001, 1.02)
     assert (summary["weight_sync_s_p50"], summary["weight_sync_s_max"]) == (10.5, 20.0)
-    assert (summary["steps"], summary["stale_dropped"], summary["staleness_mean"]) == (20, 5.0, 2.0)
+    assert (summary["steps"], summary["stale_dropped"], summary["staleness_mean"]) == (20, 5, 2.0)
     assert (summary["rollouts"], summary["rollouts_lost"], summary["rollouts_redispatched"]) == (9, 0, 2)
     assert (summary["parked"], summary["parked_s"], summary["generation_stall_s"]) == (3, 0.5, 0.0)
     assert (summary["affinity"], summary["cold"], summary["spilled"]) == pytest.approx((0.8, 0.2, 0.05))
     assert (summary["adapters_published"], summary["adapter_bytes"]) == (20, 1000)
     assert (summary["replica_deaths"], summary["replica_rejoins"], summary["trainer_resumes"]) == (1, 1, 2)
+
+
+def test_no_sample_was_dropped_where_no_row_says_so() -> None:
+    assert summarize(SPEC, {"attempt": 1}, [{"step": 1}])["stale_dropped"] == 0
 
 
 def test_figures_of_earlier_proxies_count() -> None:
