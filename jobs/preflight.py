@@ -3,15 +3,18 @@
 import ast
 import difflib
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
 
 from jobs import modules, packages, versions
 from jobs import script as scripts
 from jobs.errors import ConfigError
 from jobs.manifest import RANKS, check_config
 from jobs.packages import Packages
-from jobs.recipe import Recipe
+from jobs.recipe import DTYPES, Recipe, is_directory
 from jobs.reward_server import RewardServer, is_url
 from jobs.roster import Role
 
@@ -28,6 +31,9 @@ SET_BY_US = {
 """Fields of `AsyncGRPOConfig` that a recipe cannot choose, and why. With a script of the user's own, who may want
 metrics elsewhere too, it can choose `report_to`."""
 
+HUB_NAME = re.compile(r"(?=.{1,96}$)(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+"""What a model on the Hub can be called (huggingface_hub's validate_repo_id)."""
+
 SECRET = ("hub_token", "push_to_hub_token")
 """Fields of transformers' `TrainingArguments` that hold a token."""
 NEEDED: dict[Role, tuple[str, ...]] = {"trainer": ("torch", "trl", "peft"), "replica": ("torch", "vllm")}
@@ -41,6 +47,7 @@ def check(recipe: Recipe, local: bool, pythons: Mapping[Role, str] | None = None
     Raises:
         ConfigError: the first thing that cannot work.
     """
+    check_model(recipe)
     check_replicas(recipe)
     check_rewards(recipe)
     check_script(recipe)
@@ -54,6 +61,34 @@ def check(recipe: Recipe, local: bool, pythons: Mapping[Role, str] | None = None
         check_trainer_fields(recipe, trainer_fields(found["trainer"]))
         check_functions(recipe)
         check_servers(recipe, here=True)
+
+
+def check_model(recipe: Recipe) -> None:
+    """The model may be there: a directory that has one, or what can be a model's name on the Hub."""
+    model, dtype = recipe.model.id, recipe.model.dtype
+    if dtype not in DTYPES:
+        raise ConfigError(f"model.dtype = {dtype!r}: expected one of {', '.join(DTYPES)}.")
+    if not model.strip():
+        raise ConfigError(f"model.id = {model!r}: name a model of the Hub (organization/name), or a directory.")
+    if model.startswith("tiny:"):
+        return
+    if is_directory(Path(model)):
+        if not Path(model, "config.json").is_file():
+            raise ConfigError(
+                f"model.id = {model!r}: there is no config.json in this directory. Name the one that holds the model's "
+                "files."
+            )
+        return
+    if model.startswith(("/", "./", "../", "~")) or model in (".", ".."):
+        raise ConfigError(
+            f"model.id = {model!r}: no such directory. A path in a recipe's file is relative to the file or to the "
+            "current directory, one given by --set to the current directory."
+        )
+    if not HUB_NAME.fullmatch(model):
+        raise ConfigError(
+            f"model.id = {model!r}: neither a directory nor what a model is called on the Hub, name or "
+            "organization/name. Mend the name or the path."
+        )
 
 
 def check_replicas(recipe: Recipe) -> None:
@@ -94,6 +129,7 @@ def check_script(recipe: Recipe) -> None:
     if recipe.script is None:
         return
     field, packages = f"dependencies of {recipe.script.name}", scripts.dependencies(recipe.script.text)
+    check_requirements(field, packages)
     versions.check_packages(field, packages)
     versions.check_together(field, packages, "jobs.trainer_packages", recipe.jobs.trainer_packages)
     if recipe.lora is None and recipe.stated.full:
@@ -125,8 +161,13 @@ def check_adapter(recipe: Recipe) -> None:
     if rank not in RANKS:
         raise ConfigError(f"replica.vllm.max_lora_rank = {rank}: vLLM takes one of {', '.join(map(str, RANKS))}.")
     if lora is not None:
-        targets = lora.target_modules
-        check_config({"r": lora.r, "target_modules": targets if isinstance(targets, list) else [targets]}, rank)
+        targets = lora.target_modules if isinstance(lora.target_modules, list) else [lora.target_modules]
+        if not targets or not all(target.strip() for target in targets):
+            raise ConfigError(
+                f"lora.target_modules = {lora.target_modules!r}: an adapter of no module learns nothing. Name modules, "
+                "such as ['q_proj', 'v_proj'], or say 'all-linear'."
+            )
+        check_config({"r": lora.r, "target_modules": targets}, rank)
     elif recipe.rank is not None:
         check_config(recipe.stated.adapter, rank)
     staleness = recipe.settings.get("max_staleness", 4)
@@ -155,7 +196,21 @@ def check_versions(recipe: Recipe) -> None:
     """What the recipe says of the Jobs' images names no version of vLLM or TRL that is not supported."""
     jobs = recipe.jobs
     versions.check_image("jobs.image", jobs.image)
+    check_requirements("jobs.trainer_packages", jobs.trainer_packages)
     versions.check_packages("jobs.trainer_packages", jobs.trainer_packages)
+
+
+def check_requirements(field: str, packages: list[str]) -> None:
+    """Each package is one that pip may install. Options, URLs and paths, which it takes as well, are its to judge."""
+    for index, package in enumerate(packages):
+        if package.startswith("-") or "/" in package:
+            continue
+        try:
+            Requirement(package)
+        except InvalidRequirement as error:
+            raise ConfigError(
+                f"{field}[{index}] = {package!r}: pip cannot read this as a package. Write name, or name==version."
+            ) from error
 
 
 def check_environment(found: Mapping[Role, Packages]) -> None:

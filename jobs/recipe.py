@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import tomllib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,13 +22,16 @@ from jobs.script import Script, Stated
 Ack = Literal["published", "first", "all"]
 Parallel = Literal["fsdp2", "ddp"]
 Network = Literal["exposed", "group"]
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+"""What TRL's trainer takes."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """`id` is `tiny:<name>` (a builder in jobs/tiny.py), a model id on the Hub, or a local directory.
+    """`id` is `tiny:<name>` (a builder in jobs/tiny.py), a model id on the Hub, or a local directory: beside the
+    recipe's file if there is one of that name, else in the current directory.
 
-    `dtype` is that of the trainer and the engines; `auto` is bfloat16 on GPUs, float32 on a CPU."""
+    `dtype` is that of the trainer and the engines, one of `DTYPES`; `auto` is bfloat16 on GPUs, float32 on a CPU."""
 
     id: str
     dtype: str = "bfloat16"
@@ -399,6 +403,7 @@ def load(recipe: str, config: str | None = None, overrides: Iterable[str] = ()) 
         _merge(values, _file(config))
     for override in overrides:
         _apply(values, override)
+    _model_path(values, os.path.expanduser)
     values.setdefault("name", Path(recipe).stem)
     if isinstance(trainer := values.get("trainer"), dict) and (script := scripts.take(trainer)):
         values["script"] = asdict(script)
@@ -415,7 +420,8 @@ def override(recipe: Recipe, *overrides: str) -> Recipe:
 
 
 def _file(source: str) -> dict[str, Any]:
-    """The fields of a built-in recipe or a TOML file. The path of a script in it is relative to the file."""
+    """The fields of a built-in recipe or a TOML file. The path of a script in it is relative to the file, and so is
+    that of a model which lies there."""
     try:
         values = tomllib.loads(text(source))
     except tomllib.TOMLDecodeError as error:
@@ -425,7 +431,27 @@ def _file(source: str) -> dict[str, Any]:
             raise ConfigError(f"{source}: unknown field {name} (did you mean {meant}?).")
     if isinstance(trainer := values.get("trainer"), dict) and isinstance(script := trainer.get("script"), str):
         trainer["script"] = str(Path(source).parent / script)
+    if source not in built_in():
+        _model_path(values, lambda given: _beside(Path(source).parent, given))
     return values
+
+
+def _model_path(values: dict[str, Any], found: Callable[[str], str]) -> None:
+    if isinstance(model := values.get("model"), dict) and isinstance(given := model.get("id"), str):
+        model["id"] = found(given)
+
+
+def _beside(folder: Path, given: str) -> str:
+    """The directory `given` in `folder`, as a path that holds from everywhere; `given` itself if there is none."""
+    return str((folder / given).resolve()) if given and is_directory(folder / given) else given
+
+
+def is_directory(path: Path) -> bool:
+    """Whether it is one; a name that no file could have, as it is too long, is none."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def _merge(values: dict[str, Any], more: Mapping[str, Any]) -> None:

@@ -37,6 +37,23 @@ WRONG = {
     "lora.r=1000": r"r = 1000: LoRA rank 1000 is greater",
     "replica.vllm.max_lora_rank=12": r"replica\.vllm\.max_lora_rank = 12: vLLM takes one of 1, 8, 16",
     "lora.target_modules=['lm_head']": "'lm_head'",
+    "lora.target_modules=[]": r"lora\.target_modules = \[\]: .* learns nothing\. Name modules, .* 'all-linear'",
+    "lora.target_modules=['']": r"lora\.target_modules = \[''\]: an adapter of no module",
+    "lora.target_modules=": r"lora\.target_modules = '': an adapter of no module",
+    "model.dtype=float99": r"model\.dtype = 'float99': expected one of auto, bfloat16, float16, float32",
+    "model.id=": r"model\.id = '': name a model of the Hub \(organization/name\), or a directory",
+    "model.id=/nope/x": r"model\.id = '/nope/x': no such directory\..* --set to the current directory",
+    "model.id=./nomodel": r"model\.id = '\./nomodel': no such directory",
+    "model.id=../nomodel": r"model\.id = '\.\./nomodel': no such directory",
+    "model.id=~/nomodel/x": r"model\.id = '~/nomodel/x': no such directory",
+    f"model.id={'x' * 300}": r"model\.id = 'x{300}': neither a directory nor",
+    "model.id=organization/name/": r"model\.id = 'organization/name/': neither a directory nor",
+    "model.id=~nobody-of-this-name/x": r"model\.id = '~nobody-of-this-name/x': no such directory",
+    "model.id=jobs": r"model\.id = 'jobs': there is no config\.json in this directory",
+    "model.id=/etc/hosts": r"model\.id = '/etc/hosts': no such directory",
+    "model.id=build/no/model": r"model\.id = 'build/no/model': neither a directory nor what a model is called on the",
+    "jobs.trainer_packages=['trl==1.16.0', '!!']": r"jobs\.trainer_packages\[1\] = '!!': pip cannot read this",
+    "jobs.trainer_packages=['']": r"jobs\.trainer_packages\[0\] = '': pip cannot read this as a package\. Write name",
     "replica.vllm.max_loras=5": r"max_loras = 5: trainer\.max_staleness = 4 .* takes 6.*lower max_staleness to 3",
     "replica.vllm.max_cpu_loras=3": r"max_cpu_loras = 3: it must be at least max_loras = 6",
     "trainer.max_completion_length=256": r"max_completion_length = 256: with replica\.vllm\.max_model_len = 256",
@@ -52,6 +69,36 @@ WRONG = {
 def test_what_cannot_work_is_refused_by_name(digit: Recipe, override: str) -> None:
     with pytest.raises(ConfigError, match=WRONG[override]):
         preflight.check(recipe.override(digit, override), local=True)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.id=Qwen/Qwen2.5-Math-1.5B",
+        "model.id=gpt2",
+        "model.dtype=float16",
+        "jobs.trainer_packages=['a[b]>=1; python_version > \"3\"', 'git+https://h/x@y', './x.whl', '--pre', 'b @ https://h/b.whl']",
+    ],
+)
+def test_what_hub_and_pip_may_know_is_not_refused(digit: Recipe, override: str) -> None:
+    preflight.check(recipe.override(digit, override), local=False)
+
+
+def test_a_directory_with_a_model_is_one_from_the_current_directory(
+    digit: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "build" / "work" / "model").mkdir(parents=True)
+    (tmp_path / "build" / "work" / "model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for model in ("build/work/model", "./build/work/model", str(tmp_path / "build/work/model")):
+        preflight.check_model(recipe.override(digit, f"model.id={model}"))
+
+
+def test_a_package_of_a_script_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text('# /// script\n# dependencies = ["fine", "!!"]\n# ///\n')
+    (tmp_path / "mine.toml").write_text('[model]\nid = "tiny:digit"\n[lora]\n[trainer]\nscript = "train.py"\n')
+    with pytest.raises(ConfigError, match=r"dependencies of train\.py\[1\] = '!!': pip cannot read this"):
+        preflight.check(recipe.load(str(tmp_path / "mine.toml")), local=False)
 
 
 def test_a02_six_slots_are_enough_for_a_staleness_of_four(digit: Recipe) -> None:

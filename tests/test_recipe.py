@@ -194,3 +194,33 @@ def test_the_limits_are_of_fields_that_there_are() -> None:
         section, _, name = where.partition(".")
         kinds = [kind for kind in (sections[section], *typing.get_args(sections[section])) if kind is not type(None)]
         assert any(name in getattr(kind, "__dataclass_fields__", {}) for kind in kinds), where
+
+
+def test_a_model_beside_the_recipe_is_found_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for model in (here / "both", here / "only-here", there / "both", there / "org" / "model", tmp_path / "home" / "m"):
+        model.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+    def found(given: str, *overrides: str, config: str | None = None) -> str:
+        (there / "mine.toml").write_text(SMALL.replace("tiny:digit", given))
+        return recipe.load("../there/mine.toml", config, overrides).model.id
+
+    for given in ("both", "./both", "../there/both"):
+        assert found(given) == str(there / "both"), given
+    assert found("org/model") == str(there / "org" / "model")
+    for given in ("only-here", "./only-here", "./nowhere", "Qwen/Qwen2.5-Math-1.5B", "tiny:digit", "", "/nope/x"):
+        assert found(given) == given
+    assert found("tiny:add", "model.id=./both") == "./both", "one of --set is relative to the current directory"
+    assert found("~/m") == found("tiny:add", "model.id=~/m") == str(tmp_path / "home" / "m")
+    (there / "more.toml").write_text('[model]\nid = "./both"\n')
+    assert found("tiny:add", config="../there/more.toml") == str(there / "both")
+
+
+def test_a_directory_called_as_a_model_of_a_built_in_recipe_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Qwen" / "Qwen2.5-Math-1.5B").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert recipe.load("sanity").model.id == "Qwen/Qwen2.5-Math-1.5B"
