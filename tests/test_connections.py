@@ -2,9 +2,12 @@
 
 import asyncio
 import datetime
+import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -266,6 +269,104 @@ def self_signed(folder: Path) -> tuple[Path, Path]:
     (folder / "cert.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
     (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     return folder / "cert.pem", folder / "key.pem"
+
+
+@pytest.fixture
+def trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    """For a server on localhost that clients trust."""
+    certificate, key = self_signed(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return context
+
+
+@contextmanager
+def tls_server(context: ssl.SSLContext, gate: threading.Event) -> Iterator[tuple[str, list[int], list[int]]]:
+    """A server whose handshakes wait for the gate, in threads; yields its URL, and the connections begun and ended."""
+    made: list[int] = []
+    ended: list[int] = []
+
+    def talk(raw: socket.socket) -> None:
+        gate.wait()
+        try:
+            with raw, context.wrap_socket(raw, server_side=True) as tls:
+                while tls.recv(1 << 16):
+                    tls.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        except OSError:
+            pass
+        ended.append(1)
+
+    def accept() -> None:
+        with suppress(OSError):  # shut down
+            while True:
+                raw, _ = listener.accept()
+                made.append(1)
+                threads.submit(talk, raw)
+
+    with ThreadPoolExecutor(64) as threads, socket.create_server(("127.0.0.1", 0)) as listener:
+        threads.submit(accept)
+        try:
+            yield f"https://localhost:{listener.getsockname()[1]}", made, ended
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            gate.set()
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_only_so_many_handshakes_at_a_time(
+    run: Callable[..., None], trusted: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once, each would be late by what the others cost."""
+    monkeypatch.setattr(connections, "HANDSHAKES", 4)
+    gate = threading.Event()
+
+    async def main(url: str, made: list[int], ended: list[int]) -> None:
+        pool = Connections()
+        asked = [asyncio.create_task(get(pool, url)) for _ in range(20)]
+        await until(lambda: len(made) >= 4)
+        async with server(replies(b"HTTP/1.1 204 No Content\r\n\r\n")) as (plain, plainly):
+            await asyncio.gather(*(get(pool, plain) for _ in range(20)))
+        assert (len(made), len(plainly)) == (4, 20)
+        gate.set()
+        assert [await (await each).read() for each in asked] == [b"ok"] * 20
+        # While all places are taken, a socket that is there is used all the same.
+        gate.clear()
+        slow = [asyncio.create_task(get(pool, url, fresh=True)) for _ in range(4)]
+        await until(lambda: len(made) == 24)
+        assert await (await get(pool, url)).read() == b"ok"
+        gate.set()
+        assert [await (await each).read() for each in slow] == [b"ok"] * 4
+        pool.close()
+        await until(lambda: len(ended) == len(made) == 24)
+
+    with tls_server(trusted, gate) as there:
+        run(main(*there))
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_an_engine_that_hangs_holds_up_others_for_one_time_out(
+    run: Callable[..., None], trusted: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HANDSHAKES", 2)
+    monkeypatch.setattr(connections, "CONNECT_TIMEOUT_S", 0.5)
+    shut, gate = threading.Event(), threading.Event()
+    gate.set()
+
+    async def main(hung: str, tried: list[int], well: str, ended: list[int]) -> None:
+        pool = Connections()
+        asked = [asyncio.create_task(get(pool, hung)) for _ in range(10)]
+        await until(lambda: len(tried) >= 2)
+        # It waits its turn for a whole time-out, which is not held against it.
+        assert await (await get(pool, well)).read() == b"ok"
+        failures = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(failure) for failure in failures] == [Unreachable] * 10
+        assert len(tried) == 2
+        pool.close()
+        await until(lambda: bool(ended))
+
+    with tls_server(trusted, shut) as (hung, tried, _), tls_server(trusted, gate) as (well, _, ended):
+        run(main(hung, tried, well, ended))
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
