@@ -28,6 +28,8 @@ GROUPS_SCORED_AT_ONCE = 8
 """Each is as stale as its rewards take; what an LLM judge or a sandbox behind a server serves easily at a time."""
 STOP_GRACE_S = 2.0
 """What the rollout process gets to end by itself: enough when it is idle. Rollouts in flight then are of no use."""
+TOLD_WITHIN_S = 5.0
+"""How long the words of a rollout process that has failed are waited for: many times what a busy machine takes."""
 USED_TO_STOP = ("_process", "_stop_event_mp", "rollout_buffer", "metrics_queue")
 """Attributes of TRL's rollout worker that `stop_at_once` needs at the end: looked for at the beginning."""
 
@@ -150,8 +152,11 @@ def score_side_by_side() -> None:
 
 
 def tell_own_errors() -> None:
-    """Makes an error of ours in the rollout process the trainer's own, which TRL tells amid two tracebacks; and sees at
-    once that the process was killed, which TRL takes for 300 s of silence."""
+    """Makes an error of the rollout process the trainer's own, which TRL tells amid two tracebacks, or not at all; and
+    sees at once that the process was killed, which TRL takes for 300 s of silence.
+
+    The process has printed the traceback by itself.
+    """
     worker = existing(imported(WORKER), "AsyncRolloutWorker")
     original = existing(worker, "check_health")
 
@@ -160,15 +165,28 @@ def tell_own_errors() -> None:
         try:
             original(self, stale_after_s)
         except RuntimeError as error:
-            kind, _, words = str(error.__cause__ or "").partition("\n")[0].partition(": ")
+            if not existing(self, "_failed_event").is_set():
+                raise  # it is silent
+            told = str(error.__cause__) if error.__cause__ else _told_late(self)
+            kind, _, words = " ".join(told.partition("\nTraceback (most recent")[0].split()).partition(": ")
             for ours in (ConfigError, RunFailed):
                 if kind == ours.__name__:
                     raise ours(words) from None
-            raise
+            raise RunFailed(f"the rollout process failed: {f'{kind}: {words}'.rstrip(': ')}") from None
         if (process := existing(self, "_process")) is not None and not process.is_alive():
             raise RunFailed(f"the rollout process ended with status {process.exitcode}")
 
     worker.check_health = check_health
+
+
+def _told_late(worker: Any) -> str:
+    """What the rollout process says of its failure. The event that it failed may arrive first: a thread of that process
+    writes to the queue, and TRL looks into it but once."""
+    try:
+        kind, words, _ = existing(worker, "_exception_info_queue").get(timeout=TOLD_WITHIN_S)
+    except queue.Empty:
+        return "its own words are in the log of the trainer"
+    return f"{kind}: {words}"
 
 
 def _drain(messages: Any) -> None:

@@ -44,7 +44,7 @@ from jobs import (
     versions,
 )
 from jobs.bucket import SHOWN_S, Bucket
-from jobs.errors import ConfigError
+from jobs.errors import ConfigError, RunFailed
 from jobs.hooks import Hooks, Train
 from jobs.ranks import Ranks
 from jobs.recipe import DatasetSource, Recipe
@@ -97,9 +97,9 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
             train_to_the_end(trainer, lambda resume: trainer.train(resume_from_checkpoint=resume), environ, ranks)
     except Terminated:
         return TERMINATED if ranks.first else 0
-    except ConfigError as error:
+    except (ConfigError, RunFailed) as error:
         sys.stderr.write(f"error: {error}\n")
-        return ConfigError.exit_status
+        return ConfigError.exit_status if isinstance(error, ConfigError) else 1
     return 0
 
 

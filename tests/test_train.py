@@ -2,9 +2,11 @@
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +17,9 @@ import datasets
 import pytest
 from safetensors.numpy import load_file
 
-from jobs import tiny, trl_patches
+from jobs import rollout_patches, tiny, trl_patches
 from jobs.bundle import app_dir
-from jobs.errors import ConfigError
+from jobs.errors import ConfigError, RunFailed
 from jobs.ranks import Ranks
 from jobs.recipe import load
 from jobs.spec import ModelRef, RunSpec
@@ -208,6 +210,77 @@ def test_rollouts_end_with_a_killed_trainer(train: Callable[..., Training]) -> N
 
 def broken(completions: list[Any], **_: Any) -> list[float | None]:
     raise RuntimeError("this reward is broken")
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """TRL's rollout worker with `tell_own_errors`, whose process has failed."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    with trl_patches.without_vllm():
+        from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
+    monkeypatch.setattr(AsyncRolloutWorker, "check_health", AsyncRolloutWorker.check_health)
+    rollout_patches.tell_own_errors()
+    worker = AsyncRolloutWorker.__new__(AsyncRolloutWorker)
+    worker._exception_info_queue, worker._failed_event = queue.Queue(1), threading.Event()
+    worker._heartbeat_value, worker._process = SimpleNamespace(value=time.time()), None
+    worker._failed_event.set()
+    yield worker
+
+
+TRACE = 'Traceback (most recent call last):\n  File "x"\nValueError: not this\n'
+
+
+@pytest.mark.parametrize(
+    ("told", "kind", "words"),
+    [
+        (("KeyError", "'prompt'", TRACE), RunFailed, "the rollout process failed: KeyError: 'prompt'"),
+        (("OSError", "one\n  two", TRACE), RunFailed, "the rollout process failed: OSError: one two"),
+        (("StopIteration", "", TRACE), RunFailed, "the rollout process failed: StopIteration"),
+        (("ConfigError", "reward x: no column `a`.", TRACE), ConfigError, "reward x: no column `a`."),
+        (("RunFailed", "reward x: failed", TRACE), RunFailed, "reward x: failed"),
+    ],
+)
+def test_a_rollout_process_that_failed_is_told_in_its_own_words(
+    worker: Any, told: tuple[str, str, str], kind: type[Exception], words: str
+) -> None:
+    worker._exception_info_queue.put(told)
+    with pytest.raises(kind) as caught:
+        worker.check_health(300.0)
+    assert str(caught.value) == words and caught.value.__cause__ is None
+
+    threading.Timer(0.1, worker._exception_info_queue.put, [told]).start()  # later than the event that it failed
+    with pytest.raises(kind) as caught:
+        worker.check_health(300.0)
+    assert str(caught.value) == words
+
+
+def test_a_rollout_process_that_failed_without_words_or_is_silent_is_told(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_patches, "TOLD_WITHIN_S", 0.01)
+    with pytest.raises(RunFailed, match="the rollout process failed: its own words are in the log of the trainer"):
+        worker.check_health(300.0)
+    worker._failed_event.clear()
+    worker._heartbeat_value.value = 0.0
+    with pytest.raises(RuntimeError, match="heartbeat stale"):
+        worker.check_health(300.0)
+
+
+def test_what_the_rollout_process_died_of_is_the_last_line(train: Callable[..., Training]) -> None:
+    """Its rows end it after some groups: the data set fails when it is read, which no check before has seen."""
+    training = train("trainer.max_steps=100000", f"dataset.load='{__name__}:spoilt'")
+    assert training.process.wait(WAIT_S) == 1
+    last = training.log.read_text().splitlines()[-1]
+    assert last == "error: the rollout process failed: OSError: row 2 is gone"
+
+
+def spoilt() -> datasets.IterableDataset:
+    return datasets.IterableDataset.from_generator(_spoilt_rows)
+
+
+def _spoilt_rows() -> Iterator[dict[str, Any]]:
+    yield from [{"prompt": ASKED}] * 2
+    raise OSError("row 2 is gone")
 
 
 ASKED = [{"role": "user", "content": "1 + 1?"}]
