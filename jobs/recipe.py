@@ -254,6 +254,7 @@ OWN_LIMITS = {
     "reward.timeout_s": POSITIVE,
     "lora.alpha": POSITIVE,
     "lora.dropout": BELOW_1,
+    "replica.count": FROM_1,
     "proxy.publish_deadline_s": POSITIVE,
     "proxy.load_deadline_s": POSITIVE,
     "proxy.park_timeout_s": POSITIVE,

@@ -133,6 +133,21 @@ def test_a_flavor_that_does_not_exist_is_refused_before_anything_starts(emulator
     assert result.exit_code == 2 and "jobs.replica_flavor = 'h100'" in result.output and "h200x8" in result.output
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("model.id=/nope/x", "model.id = '/nope/x': no such directory"),
+        ("trainer.max_staleness=x", 'trainer.max_staleness = "x": expected a whole number'),
+        ("replica.vllm.max_model_len=x", 'replica.vllm.max_model_len = "x": expected a whole number'),
+        ("replica.vllm.tensor_parallel_size=x", 'replica.vllm.tensor_parallel_size = "x": expected a whole number'),
+        ("replica.count=0", "replica.count = 0: expected a whole number of at least 1"),
+    ],
+)
+def test_a_plan_of_what_cannot_be_is_one_message(emulator: Emulator, setting: str, words: str) -> None:
+    result = run(emulator, "sanity", "--dry-run", "--set", setting)
+    assert result.exit_code == 2 and words in result.output
+
+
 def test_a_plan_needs_neither_token_nor_bucket(emulator: Emulator) -> None:
     nothing = dict.fromkeys(("HF_TOKEN", "ASYNCGRPO_BUCKET", "AWS_ACCESS_KEY_ID"))
     result = run(emulator, "sanity", "--dry-run", "--json", env={**nothing, "HF_HOME": "/nonexistent"})

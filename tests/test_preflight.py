@@ -21,7 +21,7 @@ def test_the_built_in_recipes_pass(name: str) -> None:
 
 
 WRONG = {
-    "replica.count=0": r"replica\.count = 0: at least 1",
+    "replica.count=0": r"replica\.count = 0: expected a whole number of at least 1",
     "replica.engines=-1": r"replica\.engines = -1: at least 1",
     "reward.functions=[]": r"reward\.functions is empty",
     "reward.weights=[1.0, 2.0]": r"reward\.weights has 2 numbers for 1 functions",
@@ -69,6 +69,11 @@ WRONG = {
 def test_what_cannot_work_is_refused_by_name(digit: Recipe, override: str) -> None:
     with pytest.raises(ConfigError, match=WRONG[override]):
         preflight.check(recipe.override(digit, override), local=True)
+
+
+def test_a_count_that_no_recipe_said_is_looked_at(digit: Recipe) -> None:
+    with pytest.raises(ConfigError, match=r"replica\.count = 0: at least 1 is needed"):
+        preflight.check_replicas(replace(digit, replica=replace(digit.replica, count=0)))
 
 
 @pytest.mark.parametrize(
