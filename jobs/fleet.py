@@ -128,6 +128,8 @@ class Fleet:
         canary."""
         if (engine := self.engines.get(name)) and engine.boot_id is not None:
             base = engine.holding(BASE)
+            if not engine.reachable and not base.proved:  # all that is in flight there says the same
+                return
             if engine.state is EngineState.READY:
                 base.failures = base.failures + 1 if now - base.changed_at < FORGIVEN_AFTER_S else 1
                 base.not_before = now + (pause_s(base.failures - 1) if base.failures > 1 else 0)

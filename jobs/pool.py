@@ -44,9 +44,7 @@ class FleetPool:
     def tick(self) -> None:
         """Lets the fleet see that time has passed; wakes nobody unless that changed something."""
         self.fleet.tick(self.now())
-        if self.fleet.has_events:
-            with self.telling():
-                pass
+        self._tell()
 
     async def changed(self, timeout_s: float) -> None:
         """Returns at the next change, or after `timeout_s`."""
@@ -104,8 +102,8 @@ class FleetPool:
 
     def failed(self, engine: str, reason: str) -> None:
         """The engine failed a completion: it leaves `ready` at once."""
-        with self.telling() as fleet:
-            fleet.failed(engine, reason, self.now())
+        self.fleet.failed(engine, reason, self.now())
+        self._tell()
 
     def missing(self, engine: str, name: str) -> None:
         """The engine does not know a version that it should."""
@@ -119,6 +117,11 @@ class FleetPool:
     def subscribe(self, listener: PoolListener) -> None:
         """Calls `listener` for every later event."""
         self._listeners.append(listener)
+
+    def _tell(self) -> None:
+        if self.fleet.has_events:
+            with self.telling():
+                pass
 
     def _key(self, name: str) -> str:
         return BASE if name == self.fleet.model else name

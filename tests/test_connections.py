@@ -288,6 +288,7 @@ def tls_server(context: ssl.SSLContext, gate: threading.Event) -> Iterator[tuple
     ended: list[int] = []
 
     def talk(raw: socket.socket) -> None:
+        raw.settimeout(5)  # a test that failed closes nothing
         gate.wait()
         try:
             with raw, context.wrap_socket(raw, server_side=True) as tls:

@@ -1,6 +1,8 @@
 """The fleet's rules, by tables and by arbitrary sequences of events."""
 
+import asyncio
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 from hypothesis import settings
@@ -9,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jobs.engine import BASE, Action, EngineState, Facts, Load, Prove, Unload
 from jobs.fleet import DEAD_AFTER_S, Event, Fleet
+from jobs.pool import FleetPool
 from jobs.standing import LONGEST_PAUSE_S, pause_s
 from jobs.version import REMEMBERED_VERSIONS, Ack, VersionRefused, VersionState
 
@@ -547,6 +550,37 @@ def test_failures_in_a_row_keep_an_engine_away_longer() -> None:
     answer(fleet, "0", now + 100)
     assert states(fleet)["0"] == "suspect"
     assert work(fleet, "0", now + 100)
+
+
+def test_what_else_was_in_flight_on_an_engine_that_failed_says_nothing_new() -> None:
+    """Each costs no more than a look: thousands of them come at once."""
+
+    async def main() -> None:
+        pool = FleetPool(fleet_of("0", "1"))
+        pool.failed("0", "reset")
+        assert states(pool.fleet) == {"0": "suspect", "1": "ready"}
+        woken = asyncio.create_task(pool.changed(60))
+        await asyncio.sleep(0)
+        known = deepcopy(pool.fleet.engines)
+        for _ in range(3):
+            pool.failed("0", "connection refused")
+            await asyncio.sleep(0)
+        assert pool.fleet.engines == known
+        assert not woken.done()
+        pool.failed("1", "reset")
+        await woken
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_missed_a_poll_and_then_failed_a_completion_has_to_answer_the_canary() -> None:
+    fleet = fleet_of("0")
+    fleet.unreachable("0", "no answer", 1)
+    fleet.failed("0", "reset", 2)
+    answer(fleet, "0", 3)
+    assert states(fleet) == {"0": "suspect"}
+    assert work(fleet, "0", 3) == [Prove("0", BASE, "a")]
+    assert states(fleet) == {"0": "ready"}
 
 
 def test_an_engine_that_hangs_is_given_up_once() -> None:
