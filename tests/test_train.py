@@ -384,6 +384,20 @@ def test_a_data_set_that_cannot_be_trained_on_is_named(function: str, words: str
     assert "\n" not in str(caught.value)
 
 
+def test_the_data_set_of_a_script_is_looked_at_too(train: Callable[..., Training], tmp_path: Path) -> None:
+    scripts = Path(__file__).with_name("scripts")
+    text = (scripts / "sevens.py").read_text()
+    (tmp_path / "taken.py").write_text(
+        text.replace("from_dict({", 'from_dict({"prompts": questions, ').replace(
+            "remove_columns=dataset.column_names", 'remove_columns=["question"]'
+        )
+    )
+    training = train(f"trainer.script={tmp_path}/taken.py", recipe=str(scripts / "sevens.toml"))
+    assert training.process.wait(WAIT_S) == 2
+    last = training.log.read_text().splitlines()[-1]
+    assert last.startswith("error: trainer.script: train_dataset: column `prompts`: rewards get each column")
+
+
 def test_a_prompt_that_is_text_is_refused_before_the_server_is_waited_for() -> None:
     with pytest.raises(ConfigError, match=r"the prompt of row 0 is '1 \+ 1\?', not a conversation"):
         dataset_of("plain_text")
