@@ -202,6 +202,8 @@ def _of_this_machine(environ: Mapping[str, str]) -> dict[str, str]:
 def _recipe(options: Options) -> Recipe:
     chosen = recipe.load(options.recipe, options.config, options.overrides)
     if options.replicas is not None:
+        if options.replicas < 1:
+            raise ConfigError(f"--replicas {options.replicas}: at least 1 is needed.")
         chosen = replace(chosen, replica=replace(chosen.replica, count=options.replicas))
     if options.steps is not None:
         if options.steps < 1:

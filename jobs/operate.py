@@ -3,7 +3,6 @@
 Also `reap`: ends Jobs of runs that nobody leads any more.
 """
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -106,7 +106,11 @@ CASES: dict[str, tuple[Break, dict[str, Any], str]] = {
         {"end": "never starts", "start_deadline_s": 2},
         "no training step within",
     ),
-    "progress is not to be read": (refuses("get", "progress.json"), {}, "get progress.json: the bucket refused it"),
+    "progress is not to be read": (
+        refuses("get_json", "progress.json"),
+        {},
+        "get progress.json: the bucket refused it",
+    ),
     "trainer fails": (nothing, {"end": "fails"}, "the trainer failed: its reasons"),
     "trainer ends before it can say anything": (
         nothing,

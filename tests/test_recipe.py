@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jobs import recipe
+from jobs import limits, recipe
 from jobs.errors import ConfigError
 from jobs.recipe import Recipe
 
@@ -184,16 +184,23 @@ def test_the_recipe_of_an_older_run_is_still_read(small: str) -> None:
 def test_the_limits_are_of_fields_that_there_are() -> None:
     config = pytest.importorskip("trl.experimental.async_grpo").AsyncGRPOConfig
     known = typing.get_type_hints(config)
-    assert recipe.TRAINER_LIMITS.keys() <= known.keys()
+    assert limits.TRAINER_LIMITS.keys() <= known.keys()
     for name, value in {each.name: each.default for each in dataclasses.fields(config)}.items():
-        if name in recipe.TRAINER_LIMITS and value is not None:
-            recipe.TRAINER_LIMITS[name].check(name, value)
-    assert {name for name in recipe.TRAINER_LIMITS if type(None) in typing.get_args(known[name])} == recipe.OPTIONAL
+        if name in limits.TRAINER_LIMITS and value is not None:
+            limits.TRAINER_LIMITS[name].check(name, value)
+    assert {name for name in limits.TRAINER_LIMITS if type(None) in typing.get_args(known[name])} == limits.OPTIONAL
     sections = typing.get_type_hints(Recipe)
-    for where in recipe.OWN_LIMITS:
+    for where in limits.OWN_LIMITS:
         section, _, name = where.partition(".")
         kinds = [kind for kind in (sections[section], *typing.get_args(sections[section])) if kind is not type(None)]
         assert any(name in getattr(kind, "__dataclass_fields__", {}) for kind in kinds), where
+
+
+def test_pythons_words_for_truth_are_text_to_toml() -> None:
+    for where in ("trainer.gradient_checkpointing", "replica.vllm.enforce_eager"):
+        with pytest.raises(ConfigError, match=f"{where} = 'False' is text: write false, as TOML does"):
+            recipe.load("digit", None, [f"{where}=False"])
+        recipe.load("digit", None, [f"{where}=false"])
 
 
 def test_a_model_beside_the_recipe_is_found_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
