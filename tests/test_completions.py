@@ -303,25 +303,54 @@ def test_a_newcomer_takes_over_what_others_have_just_begun() -> None:
 
 
 def test_engines_of_one_start_lose_nothing_and_share_what_was_parked() -> None:
-    """A move is no failure of an engine, and it is not the same completions that are moved again and again."""
+    """A move is no failure of an engine."""
 
     def balanced(work: list[int]) -> bool:
-        return (sum(work), min(work)) == (50, 50 // len(work))
+        return (sum(work), min(work)) == (120, 120 // len(work))
 
     async def main() -> None:
         async with proxied(*[wait_for_end] * 12, limits=Limits(max_redispatches=0)) as proxy:
             for engine in proxy.engines[1:]:
                 proxy.pool.drop(engine.name)
-            asked = [asyncio.create_task(proxy.complete([n] * 20)) for n in range(50)]
+            asked = [asyncio.create_task(proxy.complete([n] * 20)) for n in range(120)]
             for ready in range(1, 13):
                 engines = proxy.engines[:ready]
                 proxy.pool.add(engines[-1].name, engines[-1].url)
                 await until(lambda engines=engines: balanced([engine.open for engine in engines]))
             assert not any(task.done() for task in asked)
-            tries = Counter(seen.json["prompt"][0] for engine in proxy.engines for seen in engine.seen)
-            assert max(tries.values()) <= 4
-            assert proxy.count("redispatched") == tries.total() - 50
+            assert proxy.count("redispatched") == sum(len(engine.seen) for engine in proxy.engines) - 120
             assert not proxy.pool.failures
+            for task in asked:
+                task.cancel()
+            await until(proxy.idle)
+
+    asyncio.run(main())
+
+
+def test_what_was_moved_is_not_moved_again_while_others_can_be() -> None:
+    """Though it is the youngest where it is: otherwise it would start anew with each engine that comes."""
+
+    async def main() -> None:
+        async with proxied(*[wait_for_end] * 3) as proxy:
+            asked = []
+
+            async def ask(count: int) -> None:
+                start = len(asked)
+                asked.extend(asyncio.create_task(proxy.complete([n] * 20)) for n in range(start, start + count))
+                await until(lambda: sum(engine.open for engine in proxy.engines) == start + count)
+
+            for name in ("0", "2"):
+                proxy.pool.drop(name)
+            await ask(4)
+            proxy.pool.drop("1")
+            proxy.pool.add("0", proxy.engines[0].url)
+            await ask(10)
+            proxy.pool.add("1", proxy.engines[1].url)
+            await until(lambda: [engine.open for engine in proxy.engines] == [7, 7, 0])
+            proxy.pool.add("2", proxy.engines[2].url)
+            await until(lambda: sorted(engine.open for engine in proxy.engines) == [4, 4, 6])
+            tries = Counter(seen.json["prompt"][0] for engine in proxy.engines for seen in engine.seen)
+            assert sorted(tries.values()) == 7 * [1] + 7 * [2]
             for task in asked:
                 task.cancel()
             await until(proxy.idle)
