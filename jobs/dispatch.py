@@ -169,12 +169,13 @@ class Dispatcher:
                 self.router.cancelled(decision)
                 last = f"engine {decision.engine}: {moved}"
                 excluded.add(decision.engine)
-                moves += 1
+                moves, since = moves + 1, None
             except Elsewhere as elsewhere:
                 self.router.cancelled(decision)
                 last = f"engine {decision.engine}: {elsewhere.reason}"
                 excluded.add(decision.engine)
-                failures += elsewhere.delivered
+                if elsewhere.delivered:  # an engine had it: what it waits from now on is another wait
+                    failures, since = failures + 1, None
                 self._blame(decision.engine, job.name, elsewhere)
             except BaseException:
                 self.router.cancelled(decision)

@@ -446,6 +446,30 @@ def test_parking_is_bounded_in_number_and_time() -> None:
     asyncio.run(main())
 
 
+def test_the_time_in_which_an_engine_worked_is_no_wait() -> None:
+    """The one that it had waited for fails after longer than anything may wait."""
+    limit_s = 0.2
+    began = []
+
+    async def fails_late(request: web.Request, body: dict[str, Any]) -> web.Response:
+        began.append(body)
+        if len(began) > 1:
+            return json_response(answer(body))
+        await asyncio.sleep(1.5 * limit_s)
+        return web.Response(status=500)
+
+    async def main() -> None:
+        async with proxied(fails_late, limits=Limits(park_timeout_s=limit_s)) as proxy:
+            proxy.pool.suspect_on_failure = False
+            proxy.pool.drop("0")
+            asked = asyncio.create_task(proxy.complete(PROMPT))
+            await until(lambda: proxy.count("parked") == 1)
+            proxy.pool.add("0", proxy.engines[0].url)
+            assert (await asked)[0] == 200 and len(began) == 2
+
+    asyncio.run(main())
+
+
 def test_a_version_that_cannot_be_loaded_is_told_with_the_replicas_words() -> None:
     async def main() -> None:
         async with proxied(None) as proxy:
