@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Break, dict[str, Any], str]] = {
     "progress is not to be read": (
         refuses("get_json", "progress.json"),
         {},
-        "get progress.json: the bucket refused it",
+        "get_json progress.json: the bucket refused it",
     ),
     "trainer fails": (nothing, {"end": "fails"}, "the trainer failed: its reasons"),
     "trainer ends before it can say anything": (
