@@ -23,7 +23,7 @@ def test_a_script_whose_trainer_is_killed_ends_with_its_adapter_in_the_bucket(
     (tmp_path / "sevens.py").write_text(SEVENS.with_suffix(".py").read_text())
     done = subprocess.run(
         [*PROGRAM, "emulate", "recipe.toml", "--engine", "sim", "--run", "mine", "--json"]
-        + ["--bucket", moto_bucket.environ["ASYNCGRPO_BUCKET"], "--faults", "kill trainer at step 6"],
+        + ["--bucket", moto_bucket.environ["ASYNCGRPO_BUCKET"], "--faults", "kill trainer at step 14"],
         cwd=tmp_path,
         env={**os.environ, **moto_bucket.environ},
         capture_output=True,
