@@ -195,7 +195,7 @@ def _run(
 def _of_this_machine(environ: Mapping[str, str]) -> dict[str, str]:
     """What every Job may use of this machine: its caches, and the Hub that has models and data sets."""
     hub = {"ASYNCGRPO_HUB": environ.get("HF_ENDPOINT") or HUB, "HF_HOME": HF_HOME}
-    offline = {name: environ[name] for name in ("HF_HUB_OFFLINE",) if name in environ}
+    offline = {"HF_HUB_OFFLINE": said} if (said := environ.get("HF_HUB_OFFLINE")) else {}
     return {"ASYNCGRPO_CACHE": str(cache_dir()), **hub, **offline}
 
 

@@ -3,10 +3,11 @@
 import ast
 import difflib
 import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from packaging.requirements import InvalidRequirement, Requirement
 
 from jobs import modules, packages, versions
@@ -30,9 +31,6 @@ SET_BY_US = {
 }
 """Fields of `AsyncGRPOConfig` that a recipe cannot choose, and why. With a script of the user's own, who may want
 metrics elsewhere too, it can choose `report_to`."""
-
-HUB_NAME = re.compile(r"(?=.{1,96}$)(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
-"""What a model on the Hub can be called (huggingface_hub's validate_repo_id)."""
 
 SECRET = ("hub_token", "push_to_hub_token")
 """Fields of transformers' `TrainingArguments` that hold a token."""
@@ -84,11 +82,13 @@ def check_model(recipe: Recipe) -> None:
             f"model.id = {model!r}: no such directory. A path in a recipe's file is relative to the file or to the "
             "current directory, one given by --set to the current directory."
         )
-    if not HUB_NAME.fullmatch(model):
+    try:
+        validate_repo_id(model)
+    except HFValidationError as error:
         raise ConfigError(
             f"model.id = {model!r}: neither a directory nor what a model is called on the Hub, name or "
             "organization/name. Mend the name or the path."
-        )
+        ) from error
 
 
 def check_replicas(recipe: Recipe) -> None:
